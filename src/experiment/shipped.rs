@@ -38,6 +38,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("real-zero", include_str!("../../experiments/real-zero.toml")),
     ("real-tuning", include_str!("../../experiments/real-tuning.toml")),
     ("dms", include_str!("../../experiments/dms.toml")),
+    ("dmc", include_str!("../../experiments/dmc.toml")),
     ("real-dms", include_str!("../../experiments/real-dms.toml")),
     ("real-kvgrad", include_str!("../../experiments/real-kvgrad.toml")),
 ];

@@ -13,7 +13,7 @@
 //! sequence has left behind the window are counted: on others nothing but that term would act.
 //!
 //! A token that goes may also be accumulated into the one behind it, as in Dynamic Memory Compression ([`super::accumulation`]): then a
-//! second function of each head says how much a token weighs, `sigmoid(IMPORTANCE (w . n + b))`.
+//! second function of each head says how much a token weighs, `sigmoid(SCALE (w . n + b))`, which is the same for all at first.
 
 use super::accumulation::Accumulation;
 use super::activations::Extents;
@@ -31,12 +31,10 @@ use crate::tensor::Tensor;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Factor of the linear function, so that few steps of a small learning rate move a logit.
+/// Factor of the linear functions, so that few steps of a small learning rate move a logit.
 pub const SCALE: f32 = 100.0;
 /// What is taken from the logit, so that nothing is evicted at first.
 pub const OFFSET: f32 = 5.0;
-/// Factor of the function that weighs tokens; all weigh the same at first.
-pub const IMPORTANCE: f32 = 10.0;
 /// Temperature of the relaxed decision.
 pub const TAU: f32 = 0.1;
 /// Bias of a token that is evicted for good: no probability is left of it in f32.
@@ -96,6 +94,38 @@ impl Fate {
     }
 }
 
+/// Where tokens of batches are, and what is said of each.
+#[derive(Clone, Copy)]
+struct Places {
+    heads: usize,
+    len: usize,
+    fate: Fate,
+}
+
+impl Places {
+    /// Where the output of a function is that is of a token, `index` of `[B, Hkv, L]`, or of one `later`; `None` behind the last.
+    fn output(self, function: usize, index: usize, later: usize) -> Option<usize> {
+        let (list, at) = (index / self.len, index % self.len + later);
+        let row = list / self.heads * self.len + at;
+        (at < self.len).then_some((row * self.fate.functions() + function) * self.heads + list % self.heads)
+    }
+
+    /// Which output decides on a token.
+    fn decided_at(self, index: usize) -> Option<usize> {
+        self.output(0, index, self.fate.decided_by().later())
+    }
+
+    /// Which output weighs a token.
+    fn weighed_at(self, index: usize) -> usize {
+        self.output(1, index, 0).expect("every token is weighed")
+    }
+
+    /// Whether a token is one that some query leaves behind the window.
+    fn is_mature(self, index: usize) -> bool {
+        index % self.len + self.fate.window() < self.len
+    }
+}
+
 /// The gates of a model, and what they decided on in a batch.
 pub struct Gates {
     /// Weights `[layers, functions, Hkv, hidden]`, then biases `[layers, functions, Hkv]`.
@@ -105,9 +135,7 @@ pub struct Gates {
     /// Where they lie.
     pub parameters: Vec<Parameter>,
     linears: Vec<Linear>,
-    heads: usize,
-    len: usize,
-    fate: Fate,
+    places: Places,
     mode: Mode,
     /// `z`, or `a` where decisions are hard, `[layers, B, Hkv, L]`.
     logits: Buffer<f32>,
@@ -169,9 +197,7 @@ impl Gates {
             gradient: arena.alloc(Label::Gradients, Self::count(config, fate))?,
             parameters,
             linears,
-            heads: config.kv_heads,
-            len: extents.len,
-            fate,
+            places: Places { heads: config.kv_heads, len: extents.len, fate },
             mode: Mode::Dense,
             logits: floats(config.layers * config.kv_heads)?,
             bias: floats(config.layers * config.kv_heads)?,
@@ -199,7 +225,7 @@ impl Gates {
 
     /// Tokens of the window.
     pub fn window(&self) -> usize {
-        self.fate.window()
+        self.places.fate.window()
     }
 
     /// Begins a forward pass.
@@ -209,26 +235,8 @@ impl Gates {
 
     /// Elements of a layer in the arrays over all layers.
     fn layer(&self, layer: usize) -> std::ops::Range<usize> {
-        let each = self.outputs.len() / self.fate.functions();
+        let each = self.outputs.len() / self.places.fate.functions();
         layer * each..(layer + 1) * each
-    }
-
-    /// Where the outputs of a function that are of a token lie, `index` of `[B, Hkv, L]`, or of one `later`; `None` behind the last.
-    fn output(&self, function: usize, index: usize, later: usize) -> Option<usize> {
-        let Gates { heads, len, fate, .. } = *self;
-        let (list, at) = (index / len, index % len + later);
-        let row = list / heads * len + at;
-        (at < len).then_some((row * fate.functions() + function) * heads + list % heads)
-    }
-
-    /// Which output decides on a token.
-    fn decided_at(&self, index: usize) -> Option<usize> {
-        self.output(0, index, self.fate.decided_by().later())
-    }
-
-    /// Whether a token is one that some query leaves behind the window.
-    fn is_mature(&self, at: usize) -> bool {
-        at + self.window() < self.len
     }
 
     /// Decides on the tokens of a layer by the normed inputs of its attention, `n` `[rows, hidden]`.
@@ -248,7 +256,7 @@ impl Gates {
         };
         let of_layer = self.layer(layer);
         for index in 0..of_layer.len() {
-            let a = match self.decided_at(index) {
+            let a = match self.places.decided_at(index) {
                 Some(at) => SCALE * self.outputs[at] - OFFSET,
                 None => -OFFSET,
             };
@@ -262,16 +270,9 @@ impl Gates {
             };
             (self.logits[of_layer.start + index], self.bias[of_layer.start + index]) = (logit, bias);
         }
-        if let Some(mut accumulation) = self.accumulation.take() {
-            let weights = accumulation.weights(layer).iter_mut().enumerate();
-            weights.for_each(|(index, weight)| *weight = sigmoid(IMPORTANCE * self.outputs[self.weighed_at(index)]));
-            self.accumulation = Some(accumulation);
-        }
-    }
-
-    /// Which output weighs a token.
-    fn weighed_at(&self, index: usize) -> usize {
-        self.output(1, index, 0).expect("every token is weighed")
+        let Gates { accumulation: Some(accumulation), outputs, places, .. } = self else { return };
+        let weights = accumulation.weights(layer).iter_mut().enumerate();
+        weights.for_each(|(index, weight)| *weight = sigmoid(SCALE * outputs[places.weighed_at(index)]));
     }
 
     /// How much of a token goes, by its logit.
@@ -319,7 +320,7 @@ impl Gates {
 
     /// Fraction of the tokens behind a window that the last forward pass evicted, over all layers and heads.
     pub(super) fn evicted(&self) -> f64 {
-        let mature = |(index, _): &(usize, &f32)| self.is_mature(index % self.len);
+        let mature = |(index, _): &(usize, &f32)| self.places.is_mature(*index);
         let gone = self.logits.iter().enumerate().filter(mature).filter(|(_, logit)| **logit > 0.0).count();
         gone as f64 / self.mature() as f64
     }
@@ -327,14 +328,14 @@ impl Gates {
     /// Mean of `alpha` where [`Gates::evicted`] counts decisions as taken.
     #[cfg(test)]
     pub(super) fn relaxed(&self) -> f64 {
-        let mature = |(index, _): &(usize, &f32)| self.is_mature(index % self.len);
+        let mature = |(index, _): &(usize, &f32)| self.places.is_mature(*index);
         let alphas = self.logits.iter().enumerate().filter(mature).map(|(_, z)| 1.0 / (1.0 + f64::from(-z).exp()));
         alphas.sum::<f64>() / self.mature() as f64
     }
 
     /// Decisions that count.
     fn mature(&self) -> usize {
-        self.logits.len() / self.len * self.len.saturating_sub(self.window())
+        self.logits.len() / self.places.len * self.places.len.saturating_sub(self.window())
     }
 
     /// The one-sided term `weight * max(0, target - evicted)` of the loss, which [`Gates::backward`] looks at.
@@ -361,12 +362,12 @@ impl Gates {
         for (index, dbias) in dbias.iter().enumerate() {
             let weighed = self.accumulation.as_ref().map(|sums| (sums.by_alpha[index], sums.by_importance[index]));
             if let Some((_, by_importance)) = weighed {
-                let at = self.weighed_at(index);
-                self.outputs[at] = IMPORTANCE * by_importance;
+                let at = self.places.weighed_at(index);
+                self.outputs[at] = SCALE * by_importance;
             }
-            let Some(at) = self.decided_at(index) else { continue };
+            let Some(at) = self.places.decided_at(index) else { continue };
             let alpha = Self::alpha(self.mode, self.logits[of_layer.start + index]);
-            let pressure = if self.is_mature(index % self.len) { self.pressure } else { 0.0 };
+            let pressure = if self.places.is_mature(index) { self.pressure } else { 0.0 };
             let by_alpha = weighed.map_or(0.0, |(by_alpha, _)| by_alpha);
             let dz = alpha * ((1.0 - alpha) * (by_alpha - pressure) - dbias);
             self.outputs[at] = SCALE / TAU * dz;
@@ -380,13 +381,13 @@ impl Gates {
     /// Weights `[layers, Hkv, hidden]` and biases `[layers, Hkv]` of each function as they are used, with scale and offset: what a policy
     /// file holds.
     pub fn folded(&self) -> Vec<[Vec<f32>; 2]> {
-        let (functions, layers) = (self.fate.functions(), self.linears.len());
-        let (weights, biases) = self.weights.split_at(self.weights.len() - layers * functions * self.heads);
+        let Places { heads, fate, .. } = self.places;
+        let (functions, layers) = (fate.functions(), self.linears.len());
+        let (weights, biases) = self.weights.split_at(self.weights.len() - layers * functions * heads);
         let scaled = |function: usize, values: &[f32], offset: f32| -> Vec<f32> {
-            let scale = [SCALE, IMPORTANCE][function];
             let each = values.len() / (layers * functions);
             let of_function = values.chunks_exact(each).skip(function).step_by(functions);
-            of_function.flatten().map(|value| scale * value - offset).collect()
+            of_function.flatten().map(|value| SCALE * value - offset).collect()
         };
         let offset = |function| if function == 0 { OFFSET } else { 0.0 };
         let folded = |function| [scaled(function, weights, 0.0), scaled(function, biases, offset(function))];
