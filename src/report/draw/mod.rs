@@ -118,8 +118,10 @@ fn subtitle(canvas: &Canvas, text: &str) -> Result<(), ReportError> {
     canvas.words((MARGIN, 40.0), &text, Words { size, colour: FAINT_INK, bold: false, align: Align::Start })
 }
 
-/// `text` within `room` pixels, and the size of its type: smaller where it is long, and only then shortened.
+/// `text` within `room` pixels, and the size of its type: where it is long, files lose their folders, then it is smaller, and only then
+/// shortened.
 fn fitted(text: &str, room: f64) -> (String, f64) {
+    let text = &if text_width(text, SMALL) > room { without_folders(text) } else { text.to_string() };
     // A little less than what fits, so that rounding shortens nothing.
     let size = (0.999 * SMALL * room / text_width(text, SMALL)).clamp(LEAST_TYPE, SMALL);
     (shortened(text, room, size), size)
