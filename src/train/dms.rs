@@ -1,6 +1,6 @@
 //! A run of `--method dms`: gates that learn which tokens a frozen model can do without ([`super::gates`]), and beside them, where that
 //! is asked for, adapters by which the model learns to do without them ([`super::lora`]). The dense model has no adapters. In a run of
-//! `--method dmc` tokens are accumulated in place of being dropped ([`super::accumulation`]).
+//! `--method dmc` tokens are accumulated in place of being dropped (`accumulation.rs`).
 //!
 //! The loss of a step is the divergence from the dense model plus a one-sided term, the fraction of tokens that should have
 //! been evicted and were not. That fraction is `1 - 1/ratio` with a ratio that rises linearly from 1 to the one asked for over

@@ -12,7 +12,7 @@
 //! counts decisions as taken (`z > 0`) and passes gradients straight through them. Only tokens that some query of the
 //! sequence has left behind the window are counted: on others nothing but that term would act.
 //!
-//! A token that goes may also be accumulated into the one behind it, as in Dynamic Memory Compression ([`super::accumulation`]): then a
+//! A token that goes may also be accumulated into the one behind it, as in Dynamic Memory Compression (`accumulation.rs`): then a
 //! second function of each head says how much a token weighs, `sigmoid(SCALE (w . n + b))`, which is the same for all at first.
 
 use super::accumulation::Accumulation;
