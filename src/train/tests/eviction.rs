@@ -32,6 +32,12 @@ fn gated_by<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Re
     let weights = gates.weights.len() / (extents.config().hidden + 1) * extents.config().hidden;
     gates.weights[..weights].iter_mut().for_each(|weight| *weight = rng.random_range(-0.02..0.02));
     gates.weights[weights..].fill(0.05);
+    if fate == Fate::Accumulated {
+        // Weights of tokens that are neither all alike nor next to nothing.
+        let of_function = extents.config().kv_heads * extents.config().hidden;
+        let importance = gates.weights[..weights].chunks_exact_mut(of_function).skip(1).step_by(2);
+        importance.flatten().for_each(|weight| *weight *= 0.1);
+    }
     Network::new(arena, cpu, extents, recompute).unwrap().with_gates(arena, gates).unwrap()
 }
 
