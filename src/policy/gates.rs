@@ -149,6 +149,7 @@ mod tests {
     use super::*;
     use crate::cache::CacheShape;
     use crate::policy::Scorer;
+    use crate::policy::action::{Action, Fold};
     use crate::tensor::{DType, Tensor};
 
     /// The sum of a hidden state, and its double.
@@ -168,6 +169,23 @@ mod tests {
         }
     }
 
+    /// Weighs a token by its hidden state's first number, and by half of it.
+    struct Weighs;
+
+    impl Action for Weighs {
+        fn weighs(&self) -> bool {
+            true
+        }
+
+        fn weigh(&self, _layer: usize, hidden: &[f32], weights: &mut [f32]) {
+            weights.copy_from_slice(&[hidden[0], hidden[0] / 2.0]);
+        }
+
+        fn fold(&self, _: &Fold<'_>, _: &mut PagedCache, _: usize, _: &[u32]) -> Result<(), PolicyError> {
+            Ok(())
+        }
+    }
+
     #[test]
     fn a_token_carries_its_own_gate_or_that_of_the_token_behind_it_whatever_the_chunks() {
         let states: Vec<[f32; 2]> = (1..=6).map(|at| [at as f32, 0.5]).collect();
@@ -175,7 +193,7 @@ mod tests {
         for (decided_by, expected) in
             [(DecidedBy::Itself, own.clone()), (DecidedBy::Next, own[1..].iter().copied().chain([0.0]).collect())]
         {
-            let policy = Policy { decided_by, ..Policy::after_prefill(Sums) };
+            let policy = Policy { decided_by, action: Some(Box::new(Weighs)), ..Policy::after_prefill(Sums) };
             for chunks in [vec![6], vec![1; 6], vec![2, 3, 1]] {
                 let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
                 let rows = Tensor::from_f32(&arena, Label::Input, DType::F32, [1, 2, 6, 4], &[0.0; 48]).unwrap();
@@ -186,7 +204,7 @@ mod tests {
                     format: DType::F32.into(),
                     max_tokens: 6,
                     page_tokens: 4,
-                    columns: &[Column::Gate],
+                    columns: policy.columns(),
                 };
                 let mut cache = PagedCache::new(&arena, shape).unwrap();
                 let mut first = 0;
@@ -196,9 +214,13 @@ mod tests {
                     policy.carry_gates(&cpu, &mut cache, (0, 0), &hidden).unwrap();
                     first += chunk;
                 }
-                let of_head = |head: usize| {
-                    (0..6).map(|slot| cache.column(cache.list(0, head), slot, Column::Gate)).collect::<Vec<f32>>()
+                let carried = |column, head: usize| {
+                    (0..6).map(|slot| cache.column(cache.list(0, head), slot, column)).collect::<Vec<f32>>()
                 };
+                let of_head = |head| carried(Column::Gate, head);
+                // A token's weight is its own, whoever decides on it.
+                assert_eq!(carried(Column::Weight, 0), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+                assert_eq!(carried(Column::Weight, 1), [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]);
                 let doubled: Vec<f32> = expected.iter().map(|gate| 2.0 * gate).collect();
                 assert_eq!([of_head(0), of_head(1)], [expected.clone(), doubled], "{decided_by:?}");
             }

@@ -14,17 +14,17 @@
 //! The gradient walks back through the same recurrence. `k_t` is not kept: `w_t (R k~_(t-1) - k_t) = m_t (R k~_(t-1) - k~_t)`.
 
 use super::activations::Extents;
+use crate::attention::rope::Rotation;
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::rope::{angles, rotate};
 use crate::tensor::Tensor;
 use rayon::prelude::*;
 
 /// What is accumulated, a layer at a time.
 pub(super) struct Accumulation {
-    /// A turn by one position, on and back, `[D]` each.
-    on: Vec<f32>,
-    back: Vec<f32>,
+    /// A turn by one position, on and back.
+    on: Rotation,
+    back: Rotation,
     /// What tokens weigh, above 0 and up to 1, `[layers, B, Hkv, L]`.
     weights: Buffer<f32>,
     /// What slots weigh, `[B, Hkv, L]`.
@@ -43,11 +43,8 @@ impl Accumulation {
     pub fn new(arena: &Arena, extents: &Extents<'_>) -> Result<Self, ArenaError> {
         let config = extents.config();
         let frequencies = config.rope.frequencies(config.head_dim, config.max_positions, extents.len);
-        let mut on = vec![0.0; config.head_dim];
-        // A key carries the factor of rotated rows already.
-        angles(&frequencies, 1, 1.0, &mut on);
-        let mut back = on.clone();
-        back[config.head_dim / 2..].iter_mut().for_each(|sine| *sine = -*sine);
+        // Keys carry the factor of rotated rows already.
+        let [on, back] = [1, -1].map(|tokens| Rotation::new(&frequencies, tokens));
         let each = extents.rows() * config.kv_heads;
         let tokens = |layers: usize| arena.alloc(Label::Activations, layers * each);
         let (weights, masses) = (tokens(config.layers)?, tokens(1)?);
@@ -81,7 +78,7 @@ impl Accumulation {
                 let (mut slots, mut new) = ([vec![0.0; width], vec![0.0; width]], vec![0.0; width]);
                 let rows = k.chunks_exact_mut(bytes).zip(v.chunks_exact_mut(bytes));
                 for ((k, v), (mass, weight)) in rows.zip(masses.iter().zip(weights)) {
-                    rotate(&mut slots[0], on);
+                    on.rotate(&mut slots[0]);
                     for (row, slot) in [k, v].into_iter().zip(&mut slots) {
                         dtype.decode(row, &mut new);
                         let kept = (mass - weight) / mass;
@@ -136,14 +133,14 @@ impl Accumulation {
                             slot(part, at, &mut now);
                             slot(part, at - 1, &mut before);
                             if part == 0 {
-                                rotate(&mut before, on);
+                                on.rotate(&mut before);
                             }
                             let differences = before.iter().zip(&now).map(|(before, now)| before - now);
                             apart += by_slot.iter().zip(differences).map(|(by, apart)| by * apart).sum::<f32>();
                         }
                         by_slot.iter_mut().for_each(|by| *by *= kept);
                         if part == 0 {
-                            rotate(by_slot, back);
+                            back.rotate(by_slot);
                         }
                     }
                     by_importance[at] = (1.0 - weight) * (weight * by_mass - kept * apart);

@@ -124,9 +124,9 @@ fn trained_gates_evict_in_their_model_and_in_no_other() {
     logits("builtin", "dms").failure().code(2).stderr(contains("dms.weight"));
 }
 
-/// Tokens are accumulated into those behind them: none is lost, whatever goes, in prefill, behind it and in chunks.
+/// Tokens are accumulated into those behind them, behind prefill, in chunks of it and while decoding.
 #[test]
-fn gates_that_accumulate_are_trained_and_count_every_token() {
+fn gates_that_accumulate_are_trained_and_at_work_in_their_model() {
     let folder = tempfile::tempdir().unwrap();
     let (whole, parts) = (folder.path().join("whole"), folder.path().join("parts"));
     let slots = Settings { window: 1, decided_by: DecidedBy::Next, accumulates: true, ..settings() };
@@ -135,6 +135,10 @@ fn gates_that_accumulate_are_trained_and_count_every_token() {
     train(&slots, &parts, false, Some(2)).unwrap();
     train(&slots, &parts, true, None).unwrap();
     assert!(gates_of("dmc", &whole) == gates_of("dmc", &parts), "resumed gates differ");
+
+    let wide = Settings { window: 8, ..slots.clone() };
+    let error = train(&wide, &folder.path().join("wide"), false, None).unwrap_err().to_string();
+    assert!(error.contains("the window is 8 and next decides"), "{error}");
 
     let gates = whole.join(dms::POLICY);
     let eval = |policy: String| {

@@ -87,6 +87,12 @@ impl Settings {
                 "the window is {window}; it must be 1 to less than the training context, {length} tokens"
             ));
         }
+        if self.accumulates && (window, self.decided_by) != (1, DecidedBy::Next) {
+            return Err(format!(
+                "the window is {window} and {} decides; tokens are accumulated with a window of 1, and next decides",
+                self.decided_by.name()
+            ));
+        }
         if !(16..=config.most_tokens()).contains(&length) {
             return Err(format!(
                 "the length is {length}; it must be 16 to the model's longest context, {}",
