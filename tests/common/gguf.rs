@@ -43,7 +43,7 @@ impl Parts {
                 tensor.data().chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();
             convert(architecture, &config, &name, tensor.shape(), values, kind)
         });
-        Parts { keys: keys(architecture, &config), tensors: tensors.collect() }
+        Parts { keys: keys(architecture, &config), tensors: rope_factors(&config).into_iter().chain(tensors).collect() }
     }
 
     /// The file.
@@ -81,7 +81,7 @@ fn keys(architecture: &str, config: &Value) -> Vec<(String, Value)> {
     };
     let scaling = [&config["rope_scaling"], &config["rope_parameters"]].into_iter().find(|found| found.is_object());
     let scaling = scaling.cloned().unwrap_or(Value::Null);
-    let kind = scaling["rope_type"].as_str().filter(|kind| *kind != "default");
+    let kind = scaling["rope_type"].as_str().filter(|kind| !["default", "llama3"].contains(kind));
     let head_dim = match config["head_dim"].as_u64() {
         Some(width) => width,
         None => config["hidden_size"].as_u64().unwrap() / config["num_attention_heads"].as_u64().unwrap(),
@@ -101,11 +101,38 @@ fn keys(architecture: &str, config: &Value) -> Vec<(String, Value)> {
         ("rope.freq_base", theta),
         ("rope.scaling.type", kind.map_or(Value::Null, Value::from)),
         ("rope.scaling.factor", kind.map_or(Value::Null, |_| scaling["factor"].clone())),
-        ("rope.scaling.original_context_length", scaling["original_max_position_embeddings"].clone()),
+        (
+            "rope.scaling.original_context_length",
+            kind.map_or(Value::Null, |_| scaling["original_max_position_embeddings"].clone()),
+        ),
     ];
     let own = known.into_iter().filter(|(_, value)| !value.is_null());
     let own = own.map(|(key, value)| (format!("{architecture}.{key}"), value));
     std::iter::once(("general.architecture".to_string(), architecture.into())).chain(own).collect()
+}
+
+/// What Llama 3.1's scaling divides each frequency of RoPE by, which stands in the place of its configuration.
+fn rope_factors(config: &Value) -> Option<(String, Vec<u64>, u32, Vec<u8>)> {
+    let rope = &config["rope_parameters"];
+    if rope["rope_type"] != "llama3" {
+        return None;
+    }
+    let number = |key: &str| rope[key].as_f64().unwrap() as f32;
+    let (factor, low, high) = (number("factor"), number("low_freq_factor"), number("high_freq_factor"));
+    let (original, width) = (number("original_max_position_embeddings"), config["head_dim"].as_u64().unwrap());
+    let factors = (0..width / 2).map(|pair| {
+        let wave = std::f32::consts::TAU * number("rope_theta").powf(2.0 * pair as f32 / width as f32);
+        if wave < original / high {
+            1.0
+        } else if wave > original / low {
+            factor
+        } else {
+            let smooth = (original / wave - low) / (high - low);
+            1.0 / ((1.0 - smooth) / factor + smooth)
+        }
+    });
+    let bytes = factors.flat_map(f32::to_le_bytes).collect();
+    Some(("rope_freqs.weight".into(), vec![width / 2], 0, bytes))
 }
 
 /// A tensor of a Hugging Face folder as llama.cpp keeps it.

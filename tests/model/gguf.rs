@@ -42,7 +42,7 @@ fn as_kept(from: &Path, to: &Path) {
 
 #[test]
 fn a_file_gives_the_logits_of_the_folder_that_it_is_made_from() {
-    for name in ["llama", "llama-bias-tied", "linear", "yarn", "qwen2", "qwen3", "phi3", "gemma2"] {
+    for name in ["llama", "llama-bias-tied", "linear", "yarn", "llama3", "qwen2", "qwen3", "phi3", "gemma2"] {
         let (checkpoint, folder) = (checkpoint(name), tempfile::tempdir().unwrap());
         as_kept(&checkpoint.folder, folder.path());
         let wanted = logits(folder.path(), &checkpoint.tokens);
@@ -182,15 +182,19 @@ fn what_is_wrong_with_a_file_is_said_in_one_line() {
         refused(&parts.bytes())
     };
     type Change<'a> = &'a dyn Fn(&mut Parts);
-    let cases: [(Change<'_>, &str); 7] = [
+    let cases: [(Change<'_>, &str); 8] = [
         (&|parts| parts.tensors[0].2 = 42, "type number 42 of ggml; read are F32, F16, BF16, Q4_0"),
         (&|parts| parts.tensors[0].1 = vec![u64::MAX, 3], "is not whole blocks of f32"),
         (&|parts| parts.keys[0].1 = json!("mamba"), "general.architecture is 'mamba'; known: llama, qwen2"),
         (&|parts| drop(parts.tensors.remove(3)), "there is no tensor"),
         (&|parts| parts.tensors[3].0 += "s", "there is no tensor"),
         (
-            &|parts| parts.tensors.push(("rope_freqs.weight".into(), vec![1], 0, vec![0; 4])),
-            "it scales RoPE by the tensor",
+            &|parts| parts.tensors.push(("rope_freqs.weight".into(), vec![1], 0, vec![0, 0, 128, 63])),
+            "tensor 'rope_freqs.weight' has shape [1]; [4] is needed",
+        ),
+        (
+            &|parts| parts.tensors.push(("rope_freqs.weight".into(), vec![4], 0, vec![0; 16])),
+            "divides RoPE's frequencies by 'rope_freqs.weight', which is none of Llama 3.1's",
         ),
         (
             &|parts| parts.tensors.push(("blk.0.extra".into(), vec![1], 0, vec![0; 4])),

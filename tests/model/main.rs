@@ -12,4 +12,5 @@ mod memories;
 mod packed;
 mod policies;
 mod quantize;
+mod tokenizers;
 mod weights;

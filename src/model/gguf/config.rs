@@ -1,8 +1,10 @@
 //! Metadata to the keys of the `config.json` that the file was made from.
 
-use super::Gguf;
+use super::{Gguf, rope};
+use crate::format::RowFormat;
 use crate::model::config::Family;
 use crate::model::{Config, ModelError};
+use crate::tensor::DType;
 use serde_json::{Map, Value, json};
 
 /// Architectures as llama.cpp names them. `llama` is Mistral too, whose sliding window llama.cpp does not keep.
@@ -37,7 +39,14 @@ impl Gguf {
     pub fn config(&self) -> Result<Config, ModelError> {
         let wrong = |reason| ModelError::Config { path: self.path().into(), reason };
         let keys = self.keys().map_err(wrong)?;
-        Config::from_json(&keys).map_err(wrong)
+        let config = Config::from_json(&keys).map_err(wrong)?;
+        match self.find(rope::TENSOR) {
+            Some(info) if info.shape != [config.head_dim / 2] => {
+                let needed = config.head_dim / 2;
+                Err(wrong(format!("tensor '{}' has shape {:?}; [{needed}] is needed", rope::TENSOR, info.shape)))
+            }
+            _ => Ok(config),
+        }
     }
 
     /// The architecture's family, and its name.
@@ -96,12 +105,12 @@ impl Gguf {
     }
 
     fn rope_scaling<'v>(&self, own: &impl Fn(&str) -> Option<&'v Value>) -> Result<Option<Value>, String> {
-        for tensor in ["rope_freqs.weight", "rope_factors_long.weight"] {
-            if self.find(tensor).is_some() {
-                return Err(format!(
-                    "it scales RoPE by the tensor '{tensor}', which is not read; use the Hugging Face folder"
-                ));
-            }
+        if self.find("rope_factors_long.weight").is_some() {
+            return Err("it scales RoPE by the tensor 'rope_factors_long.weight', which is not read".into());
+        }
+        if let Some(factors) = self.rope_factors()? {
+            let theta = own("rope.freq_base").and_then(Value::as_f64).unwrap_or(10_000.0);
+            return rope::of_factors(&factors, theta).map(Some);
         }
         let factor = own("rope.scaling.factor").cloned().unwrap_or(Value::Null);
         match own("rope.scaling.type").and_then(Value::as_str) {
@@ -118,5 +127,15 @@ impl Gguf {
             }
             Some(other) => Err(format!("its RoPE scaling is '{other}'; known: none, linear, yarn")),
         }
+    }
+
+    /// What each frequency of RoPE is divided by, where the file says that.
+    fn rope_factors(&self) -> Result<Option<Vec<f32>>, String> {
+        let Some(info) = self.find(rope::TENSOR) else { return Ok(None) };
+        if info.format != RowFormat::plain(DType::F32) {
+            return Err(format!("tensor '{}' is {}; it must be f32", rope::TENSOR, info.format));
+        }
+        let bytes = self.bytes(info.range.clone()).chunks_exact(4);
+        Ok(Some(bytes.map(bytemuck::pod_read_unaligned).collect()))
     }
 }

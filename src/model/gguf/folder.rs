@@ -1,21 +1,22 @@
 //! A Hugging Face folder's configuration and tokenizer as the metadata of a GGUF file: what `config.rs` and `tokenizer.rs` read, the
 //! other way.
 //!
-//! How a tokenizer cuts text has a name in GGUF files and a pattern in folders. Patterns are written in many ways, so that the name is
-//! found as llama.cpp's conversion finds it: the one whose tokens of a text of odd cases are those of the folder.
+//! How a byte-level tokenizer cuts text has a name in GGUF files and a pattern in folders. Patterns are written in many ways, so that
+//! the name is found as llama.cpp's conversion finds it: the one whose tokens of a text of odd cases are those of the folder. A
+//! SentencePiece tokenizer has scores there and merges here: a token's score is less the later its merge comes.
 
 use super::config::ARCHITECTURES;
-use super::tokenizer::{CONTROL, KINDS_OF_CUTS, USER_DEFINED, tokenizer_json};
+use super::sentencepiece::SPACE;
+use super::tokenizer::{BYTE, CONTROL, TEXT, UNKNOWN, UNUSED, USER_DEFINED, kinds_of_cuts, tokenizer_json};
 use super::write::Keys;
 use crate::model::config::{Family, RopeScaling};
 use crate::model::{Config, ModelError, Text};
 use serde_json::{Map, Value, json};
+use std::collections::HashMap;
 use std::path::Path;
 
 /// Digits, spaces, line breaks, contractions, marks and letters of several scripts.
 const PROBE: &str = "It's 2024, we'll see: 3.14159 x 1000000!\n\n  \tTabs   and  spaces \r\n naïve Ünïcödé ЁЖ 漢字かな ∑∞ don't I'VE\n \n";
-/// A token that nothing stands for.
-const UNUSED: u64 = 5;
 
 impl Keys {
     /// Metadata of a folder; without a `tokenizer.json` it has no tokenizer.
@@ -90,32 +91,48 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
     let (Some("BPE"), Some(vocabulary), Some(merges)) =
         (model["type"].as_str(), model["vocab"].as_object(), model["merges"].as_array())
     else {
-        return Err(wrong("its model is no BPE; the tokenizer of a GGUF file that is read here is byte-level BPE"));
+        return Err(wrong("its model is no BPE; the tokenizers of GGUF files that are read here are"));
     };
     let mut tokens: Vec<Value> = (0..config.vocab).map(|id| format!("[PAD{id}]").into()).collect();
     let mut kinds = vec![UNUSED; config.vocab];
+    let own = vocabulary.iter().map(|(token, id)| (token.as_str(), id, kind_of(model, token)));
     let added = json["added_tokens"].as_array().map_or(&[][..], Vec::as_slice).iter().map(|token| {
+        let text = token["content"].as_str().unwrap_or_default();
         let kind = if token["special"] == true { CONTROL } else { USER_DEFINED };
-        (token["content"].as_str().unwrap_or_default(), &token["id"], kind)
+        (text, &token["id"], if kind_of(model, text) == UNKNOWN { UNKNOWN } else { kind })
     });
-    for (token, id, kind) in vocabulary.iter().map(|(token, id)| (token.as_str(), id, 1)).chain(added) {
+    for (token, id, kind) in own.chain(added) {
         let id = id.as_u64().filter(|&id| id < config.vocab as u64);
         let id = id.ok_or_else(|| wrong("a token's number is not below the model's vocab_size"))? as usize;
         (tokens[id], kinds[id]) = (token.into(), kind);
     }
-    let merges = merges.iter().map(|merge| match merge {
-        Value::Array(pair) => pair.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(" ").into(),
-        text => text.clone(),
-    });
+    let pairs = || {
+        merges.iter().map(|merge| match merge {
+            Value::Array(pair) => pair.iter().filter_map(Value::as_str).collect(),
+            text => text.as_str().unwrap_or_default().split(' ').collect::<Vec<_>>(),
+        })
+    };
     let mut map = Map::new();
     let mut put = |key: &str, value: Value| map.insert(format!("tokenizer.ggml.{key}"), value);
-    put("model", "gpt2".into());
+    let in_pieces = model["byte_fallback"] == true;
+    if in_pieces {
+        put("model", "llama".into());
+        put("scores", scores(&tokens, pairs().map(|pair| pair.concat())).into());
+        let first = original.piece("a")?.first().and_then(|&id| tokens.get(id as usize)?.as_str()).unwrap_or_default();
+        put("add_space_prefix", first.starts_with(SPACE).into());
+        if let Some(id) = kinds.iter().position(|kind| *kind == UNKNOWN) {
+            put("unknown_token_id", id.into());
+        }
+    } else {
+        put("model", "gpt2".into());
+        put("merges", pairs().map(|pair| Value::from(pair.join(" "))).collect());
+    }
     put("tokens", tokens.into());
     put("token_type", kinds.into());
-    put("merges", merges.collect());
+    let beginning = original.beginning()?;
+    put("add_bos_token", config.bos.is_some_and(|bos| beginning == [bos]).into());
     if let Some(bos) = config.bos {
         put("bos_token_id", bos.into());
-        put("add_bos_token", (original.beginning()? == [bos]).into());
     }
     if let Some(&eos) = config.eos.first() {
         put("eos_token_id", eos.into());
@@ -126,7 +143,8 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
         map.insert("tokenizer.chat_template".into(), template.into());
     }
     let wanted = original.piece(PROBE)?;
-    for pre in KINDS_OF_CUTS {
+    let ways: Vec<&str> = if in_pieces { vec!["default"] } else { kinds_of_cuts().collect() };
+    for pre in &ways {
         map.insert("tokenizer.ggml.pre".into(), json!(pre));
         let same = tokenizer_json(&map).and_then(|json| {
             let made = Text::parse(path.clone(), &json.to_string()).map_err(|error| error.to_string())?;
@@ -136,8 +154,29 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
             return Ok(map);
         }
     }
-    Err(wrong(&format!(
-        "it cuts text in none of the ways that are written to GGUF files: {}",
-        KINDS_OF_CUTS.join(", ")
-    )))
+    Err(wrong(&match in_pieces {
+        true => "its tokens are none that scores give, as GGUF files have them".into(),
+        false => format!("it cuts text in none of the ways that are written to GGUF files: {}", ways.join(", ")),
+    }))
+}
+
+/// The kind of a token of the model's own vocabulary.
+fn kind_of(model: &Value, token: &str) -> u64 {
+    let is_byte = || token.len() == 6 && token.starts_with("<0x") && token.ends_with('>');
+    match model["byte_fallback"] == true {
+        true if model["unk_token"] == token => UNKNOWN,
+        true if is_byte() => BYTE,
+        _ => TEXT,
+    }
+}
+
+/// Scores by which tokens are made in the order in which `made` names them; others are never made.
+fn scores(tokens: &[Value], made: impl Iterator<Item = String>) -> Vec<f64> {
+    let mut first: HashMap<String, usize> = HashMap::new();
+    for (at, token) in made.enumerate() {
+        first.entry(token).or_insert(at);
+    }
+    let last = first.len();
+    let score = |token: &Value| token.as_str().and_then(|token| first.get(token)).copied().unwrap_or(last);
+    tokens.iter().map(|token| -(score(token) as f64)).collect()
 }

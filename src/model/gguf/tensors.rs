@@ -1,6 +1,6 @@
 //! Tensors by the names that the Hugging Face folder gives them, with what the conversion to GGUF changed undone.
 
-use super::Gguf;
+use super::{Gguf, rope};
 use crate::format::RowFormat;
 use crate::model::Config;
 use crate::model::config::{Family, Norms};
@@ -81,10 +81,10 @@ impl Gguf {
         Some(Ok(Located { format: info.format, range: info.range.clone(), head_rows }))
     }
 
-    /// A tensor of the file that is none of those that were taken by their names in the folder.
+    /// A tensor of the file that is none of those that were taken by their names in the folder, nor of its configuration.
     pub fn unknown(&self, config: &Config, taken: &BTreeSet<String>) -> Option<&str> {
         let taken: BTreeSet<String> = taken.iter().filter_map(|name| own_name(config, name)).collect();
-        self.names().find(|name| !taken.contains(*name))
+        self.names().find(|name| !taken.contains(*name) && *name != rope::TENSOR)
     }
 }
 

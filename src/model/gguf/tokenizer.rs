@@ -1,14 +1,28 @@
-//! Metadata to a `tokenizer.json`: byte-level BPE, with the ways of cutting text before it that llama.cpp names.
+//! Metadata to a `tokenizer.json`: byte-level BPE, with the ways of cutting text before it that llama.cpp names, or
+//! SentencePiece's ([`super::sentencepiece`]).
 
-use super::Gguf;
+use super::{Gguf, sentencepiece};
 use crate::model::ModelError;
 use serde_json::{Map, Value, json};
 
 /// Letters with what precedes them, numbers of up to so many digits, and marks: Llama 3's and Qwen 2's.
 fn split(digits: &str) -> Value {
-    let pattern = format!(
+    cut_by(&format!(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    );
+    ))
+}
+
+/// As these, but words end where small letters are followed by a capital: Mistral's from Nemo on.
+fn tekken() -> Value {
+    const SMALL: &str = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]";
+    const CAPITAL: &str = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]";
+    const BEFORE: &str = r"[^\r\n\p{L}\p{N}]?";
+    cut_by(&format!(
+        r"{BEFORE}{CAPITAL}*{SMALL}+|{BEFORE}{CAPITAL}+{SMALL}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ))
+}
+
+fn cut_by(pattern: &str) -> Value {
     let split = json!({ "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false });
     json!({ "type": "Sequence", "pretokenizers": [split, bytes(false)] })
 }
@@ -17,27 +31,111 @@ fn bytes(use_regex: bool) -> Value {
     json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex })
 }
 
-/// How text is cut, by the name of llama.cpp's `tokenizer.ggml.pre`.
-fn pre_tokenizer(name: &str) -> Option<Value> {
-    match name {
-        "gpt-2" => Some(bytes(true)),
-        "smollm" => {
-            let digits = json!({ "type": "Digits", "individual_digits": true });
-            Some(json!({ "type": "Sequence", "pretokenizers": [digits, bytes(true)] }))
+fn single_digits() -> Value {
+    let digits = json!({ "type": "Digits", "individual_digits": true });
+    json!({ "type": "Sequence", "pretokenizers": [digits, bytes(true)] })
+}
+
+/// A way of cutting text.
+struct Cut {
+    /// What llama.cpp's `tokenizer.ggml.pre` calls it; the first is written.
+    names: &'static [&'static str],
+    pre_tokenizer: fn() -> Value,
+    /// A piece that is a token stays whole, whatever the merges say; and, unless the file says otherwise, a text begins with the
+    /// token for that.
+    whole: bool,
+    /// Letters and their accents are put together first (NFC).
+    composed: bool,
+}
+
+const CUTS: [Cut; 7] = [
+    Cut { names: &["gpt-2", "phi-2"], pre_tokenizer: || bytes(true), whole: false, composed: false },
+    Cut {
+        names: &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"],
+        pre_tokenizer: single_digits,
+        whole: false,
+        composed: false,
+    },
+    Cut {
+        names: &["llama-bpe", "llama3", "llama-v3", "falcon3"],
+        pre_tokenizer: || split("{1,3}"),
+        whole: true,
+        composed: false,
+    },
+    Cut { names: &["qwen2"], pre_tokenizer: || split(""), whole: false, composed: true },
+    Cut { names: &["dbrx", "smaug-bpe"], pre_tokenizer: || split("{1,3}"), whole: false, composed: false },
+    Cut { names: &["tekken"], pre_tokenizer: tekken, whole: true, composed: false },
+    Cut { names: &["deepseek-r1-qwen", "megrez"], pre_tokenizer: || split(""), whole: false, composed: false },
+];
+
+/// What is written for each way of cutting text.
+pub(super) fn kinds_of_cuts() -> impl Iterator<Item = &'static str> {
+    CUTS.iter().map(|cut| cut.names[0])
+}
+
+/// Kinds of tokens: text, what stands for what has no token, what only marks something, what a user added, what nothing stands
+/// for, and single bytes.
+pub(super) const TEXT: u64 = 1;
+/// See [`TEXT`].
+pub(super) const UNKNOWN: u64 = 2;
+/// See [`TEXT`].
+pub(super) const CONTROL: u64 = 3;
+/// See [`TEXT`].
+pub(super) const USER_DEFINED: u64 = 4;
+/// See [`TEXT`].
+pub(super) const UNUSED: u64 = 5;
+/// See [`TEXT`].
+pub(super) const BYTE: u64 = 6;
+
+/// The tokens of a file, by their numbers.
+pub(super) struct Tokens<'t> {
+    pub texts: Vec<&'t str>,
+    kinds: Vec<u64>,
+}
+
+impl<'t> Tokens<'t> {
+    fn read(metadata: &'t Map<String, Value>) -> Result<Self, String> {
+        let texts = list(metadata, "tokens")?.iter().enumerate();
+        let texts = texts.map(|(id, token)| token.as_str().ok_or_else(|| format!("token {id} is no text")));
+        let texts = texts.collect::<Result<Vec<_>, _>>()?;
+        let kinds = match list(metadata, "token_type") {
+            Ok(kinds) => kinds.iter().map(|kind| kind.as_u64().unwrap_or(TEXT)).collect(),
+            Err(_) => vec![TEXT; texts.len()],
+        };
+        match kinds.len() == texts.len() {
+            true => Ok(Tokens { texts, kinds }),
+            false => Err("tokenizer.ggml.token_type has not one element for each token".into()),
         }
-        "llama-bpe" => Some(split("{1,3}")),
-        "qwen2" => Some(split("")),
-        _ => None,
+    }
+
+    /// Whether a token is a part of texts, and no mark, byte or gap.
+    pub fn is_text(&self, id: usize) -> bool {
+        matches!(self.kinds[id], TEXT | USER_DEFINED | UNUSED)
+    }
+
+    /// Tokens that are found in a text before it is cut, as `tokenizer.json` has them.
+    pub fn added(&self) -> Vec<Value> {
+        let all = self.texts.iter().zip(&self.kinds).enumerate();
+        let added = all.filter(|(_, (_, kind))| matches!(**kind, CONTROL | USER_DEFINED));
+        let added = added.map(|(id, (token, kind))| {
+            json!({
+                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": *kind == CONTROL,
+            })
+        });
+        added.collect()
+    }
+
+    /// Numbers of all.
+    pub fn vocabulary(&self) -> Map<String, Value> {
+        self.texts.iter().enumerate().map(|(id, token)| ((*token).to_owned(), id.into())).collect()
     }
 }
 
-/// Names of all of these.
-pub(super) const KINDS_OF_CUTS: [&str; 4] = ["gpt-2", "smollm", "llama-bpe", "qwen2"];
-
-/// Kinds of tokens: those that only mark something, and those that a user added.
-pub(super) const CONTROL: u64 = 3;
-/// See [`CONTROL`].
-pub(super) const USER_DEFINED: u64 = 4;
+fn list<'m>(metadata: &'m Map<String, Value>, name: &str) -> Result<&'m [Value], String> {
+    let found = metadata.get(&format!("tokenizer.ggml.{name}")).and_then(Value::as_array);
+    found.map(Vec::as_slice).ok_or_else(|| format!("it has no list tokenizer.ggml.{name}"))
+}
 
 impl Gguf {
     /// The `tokenizer.json` that says the same.
@@ -56,60 +154,54 @@ impl Gguf {
 /// # Errors
 /// In words, as [`Gguf::tokenizer_json`].
 pub(super) fn tokenizer_json(metadata: &Map<String, Value>) -> Result<Value, String> {
-    let key = |key: &str| metadata.get(&format!("tokenizer.ggml.{key}"));
-    let kind = key("model").and_then(Value::as_str).unwrap_or("nothing");
-    if kind != "gpt2" {
-        return Err(format!("its tokenizer is '{kind}'; read is gpt2 (byte-level BPE); `logits` takes tokens"));
+    let key = |key: &str| metadata.get(&format!("tokenizer.ggml.{key}")).and_then(Value::as_str);
+    match key("model").unwrap_or("nothing") {
+        "gpt2" => byte_level(metadata, &Tokens::read(metadata)?, key("pre").unwrap_or("gpt-2")),
+        "llama" => sentencepiece::tokenizer_json(metadata, &Tokens::read(metadata)?),
+        kind => Err(format!(
+            "its tokenizer is '{kind}'; read are gpt2 (byte-level BPE) and llama (SentencePiece's BPE); `logits` takes tokens"
+        )),
     }
-    let pre = key("pre").and_then(Value::as_str).unwrap_or("gpt-2");
-    let known = KINDS_OF_CUTS.join(", ");
-    let pre_tokenizer = pre_tokenizer(pre).ok_or_else(|| format!("its text is cut as '{pre}'; known: {known}"))?;
-    let list = |name: &str| key(name).and_then(Value::as_array).ok_or(format!("it has no list tokenizer.ggml.{name}"));
-    let (tokens, merges) = (list("tokens")?, list("merges")?);
-    let kinds = key("token_type").and_then(Value::as_array);
-    if kinds.is_some_and(|kinds| kinds.len() != tokens.len()) {
-        return Err("tokenizer.ggml.token_type has not one element for each token".into());
-    }
-    let (mut vocabulary, mut added) = (Map::new(), Vec::new());
-    for (id, token) in tokens.iter().enumerate() {
-        let token = token.as_str().ok_or_else(|| format!("token {id} is no text"))?;
-        let kind = kinds.and_then(|kinds| kinds[id].as_u64()).unwrap_or(1);
-        if kind == CONTROL || kind == USER_DEFINED {
-            added.push(json!({
-                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
-                "normalized": false, "special": kind == CONTROL,
-            }));
-        }
-        vocabulary.insert(token.into(), id.into());
-    }
-    let normalizer = if pre == "qwen2" { json!({ "type": "NFC" }) } else { Value::Null };
+}
+
+fn byte_level(metadata: &Map<String, Value>, tokens: &Tokens<'_>, pre: &str) -> Result<Value, String> {
+    let cut = CUTS.iter().find(|cut| cut.names.contains(&pre)).ok_or_else(|| {
+        let known: Vec<&str> = CUTS.iter().flat_map(|cut| cut.names).copied().collect();
+        format!("its text is cut as '{pre}'; known: {}", known.join(", "))
+    })?;
     Ok(json!({
         "version": "1.0",
-        "added_tokens": added,
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": post_processor(metadata, tokens),
+        "added_tokens": tokens.added(),
+        "normalizer": if cut.composed { json!({ "type": "NFC" }) } else { Value::Null },
+        "pre_tokenizer": (cut.pre_tokenizer)(),
+        "post_processor": post_processor(metadata, tokens, None, cut.whole),
         "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-            "ignore_merges": pre == "llama-bpe", "vocab": vocabulary, "merges": merges,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": cut.whole,
+            "vocab": tokens.vocabulary(), "merges": list(metadata, "merges")?,
         },
     }))
 }
 
-/// What puts the first token before every text, where the file asks for that.
-fn post_processor(metadata: &Map<String, Value>, tokens: &[Value]) -> Value {
+/// What puts the first token before every text, where the file, or else `wanted`, asks for that; `usual` is the one of files that
+/// do not say which it is.
+pub(super) fn post_processor(
+    metadata: &Map<String, Value>,
+    tokens: &Tokens<'_>,
+    usual: Option<u64>,
+    wanted: bool,
+) -> Value {
     let key = |key: &str| metadata.get(&format!("tokenizer.ggml.{key}"));
-    let wanted = key("add_bos_token").and_then(Value::as_bool).unwrap_or(false);
-    let bos = key("bos_token_id").and_then(Value::as_u64).filter(|_| wanted);
-    let Some((id, token)) = bos.and_then(|id| Some((id, tokens.get(id as usize)?))) else { return Value::Null };
+    let wanted = key("add_bos_token").and_then(Value::as_bool).unwrap_or(wanted);
+    let bos = key("bos_token_id").and_then(Value::as_u64).or(usual).filter(|_| wanted);
+    let Some((id, token)) = bos.and_then(|id| Some((id, *tokens.texts.get(id as usize)?))) else { return Value::Null };
     let special = json!({ "SpecialToken": { "id": token, "type_id": 0 } });
     let sequence = |name: &str, type_id: usize| json!({ "Sequence": { "id": name, "type_id": type_id } });
     json!({
         "type": "TemplateProcessing",
         "single": [special, sequence("A", 0)],
         "pair": [special, sequence("A", 0), sequence("B", 1)],
-        "special_tokens": { token.as_str().unwrap_or_default(): { "id": token, "ids": [id], "tokens": [token] } },
+        "special_tokens": { token: { "id": token, "ids": [id], "tokens": [token] } },
     })
 }

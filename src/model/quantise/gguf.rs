@@ -10,7 +10,9 @@ use crate::device::Cpu;
 use crate::format::RowFormat;
 use crate::memory::{Arena, Buffer, Label};
 use crate::model::adapter::base;
-use crate::model::gguf::{Gguf, Keys, head_rows, header, is_gguf, more, number, own_name, padded, row_of_folder};
+use crate::model::gguf::{
+    Gguf, Keys, ROPE_FACTORS, head_rows, header, is_gguf, more, number, own_name, padded, rope_factors, row_of_folder,
+};
 use crate::model::parameters::{Make, Role};
 use crate::model::weights::{Found, Matrix};
 use crate::model::{Config, ModelError};
@@ -231,14 +233,20 @@ pub fn quantise(
     let keys = keys(&base(source)?, &config, mixture)?;
     let planned = mixture.plan(&config);
     let mut found = Found::open(source, &config, arena)?;
-    let all: Vec<_> = planned
-        .iter()
-        .map(|one| {
+    // What belongs to the configuration stands first, for the header is read back with it.
+    let factors = rope_factors(config.rope, config.head_dim).unwrap_or_default();
+    let factors: Vec<u8> = factors.into_iter().flat_map(f32::to_le_bytes).collect();
+    let of_config = (!factors.is_empty()).then(|| (ROPE_FACTORS.into(), vec![factors.len() / 4], 0, factors.len()));
+    let all: Vec<_> = of_config
+        .into_iter()
+        .chain(planned.iter().map(|one| {
             let number = number(one.format).expect("mixtures have types of GGUF");
             (one.own.clone(), one.shape.clone(), number, one.bytes())
-        })
+        }))
         .collect();
-    let header = header(&keys, &all);
+    let mut header = header(&keys, &all);
+    header.extend(&factors);
+    header.resize(padded(header.len()), 0);
     let (mut done, mut failed) = (Vec::new(), None);
     let written = file::replace(output, |path| {
         let system = |error: std::io::Error| error.to_string();
@@ -281,8 +289,8 @@ fn reads_as(path: &Path, config: &Config) -> Result<(), String> {
     let back = Gguf::open(path).and_then(|file| file.config()).map_err(|error| error.to_string())?;
     match back.computes_as(config) {
         true => Ok(()),
-        false => Err("a GGUF file has no place for all of its configuration: another RoPE scaling than linear or yarn, a sliding \
-                      window of some layers, or an own scale of attention"
+        false => Err("a GGUF file has no place for all of its configuration: another RoPE scaling than linear, yarn or llama3, a \
+                      sliding window of some layers, or an own scale of attention"
             .into()),
     }
 }
