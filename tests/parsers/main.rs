@@ -120,10 +120,16 @@ fn tensor_files() {
 
 #[test]
 fn gguf_files() {
-    let made = |name: &str, kind| gguf::Parts::of(&Path::new("tests/checkpoints").join(name), kind).bytes();
+    let parts = |name: &str, kind| gguf::Parts::of(&Path::new("tests/checkpoints").join(name), kind);
+    let mut with_text = parts("llama3", gguf::F32);
+    let fixture: serde_json::Value =
+        serde_json::from_slice(&fs::read("tests/fixtures/sentencepiece.json").unwrap()).unwrap();
+    let lists = [("tokens", "tokens"), ("scores", "scores"), ("token_type", "kinds")];
+    with_text.keys.push(("tokenizer.ggml.model".into(), "llama".into()));
+    with_text.keys.extend(lists.map(|(key, name)| (format!("tokenizer.ggml.{key}"), fixture[name].clone())));
     let target = Target {
         name: "gguf_files",
-        corpus: vec![made("llama", gguf::F32), made("qwen2", gguf::Q8_0)],
+        corpus: [parts("llama", gguf::F32), parts("qwen2", gguf::Q8_0), with_text].map(|parts| parts.bytes()).into(),
         words: &[
             "GGUF",
             "llama.",
@@ -131,9 +137,12 @@ fn gguf_files() {
             "general.architecture",
             "general.alignment",
             "blk.0.attn_q.weight",
+            "rope_freqs.weight",
+            "tokenizer.ggml.scores",
+            "gpt2",
             "yarn",
         ],
-        inputs: 400,
+        inputs: 600,
         all_right: true,
     };
     target.run(|path| {
