@@ -65,7 +65,7 @@ impl Family {
 }
 
 /// RoPE scaling: how frequencies change for longer contexts than the model was first trained for.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     /// Not at all.
     None,
@@ -105,10 +105,22 @@ pub enum RopeScaling {
         /// Context of the first training, in tokens.
         original_positions: usize,
     },
+    /// Each frequency divided by a factor of its own, by another one in longer sequences than the original context (LongRoPE,
+    /// arXiv 2402.13753; Phi 3).
+    Long {
+        /// Factors up to the original context, `[D / 2]`.
+        short: Vec<f32>,
+        /// Factors beyond it, `[D / 2]`.
+        long: Vec<f32>,
+        /// Context of the first training, in tokens.
+        original_positions: usize,
+        /// Factor of both sine and cosine, which makes logits sharper.
+        attention_factor: f32,
+    },
 }
 
 /// Rotary position embedding.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
@@ -246,7 +258,9 @@ impl Config {
             RopeScaling::Yarn { factor, original_positions, .. } => {
                 self.max_positions.max((original_positions as f64 * factor) as usize)
             }
-            RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => self.max_positions,
+            RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } | RopeScaling::Long { .. } => {
+                self.max_positions
+            }
         }
     }
 

@@ -8,7 +8,7 @@ use std::f64::consts::PI;
 
 impl Rope {
     /// Frequencies of a head of `head_dim` channels in a sequence of `tokens` tokens, of a model made for
-    /// `max_positions`. Only [`RopeScaling::Dynamic`] looks at the two.
+    /// `max_positions`. Only [`RopeScaling::Dynamic`] looks at the two, and [`RopeScaling::Long`] at the number of tokens.
     pub fn frequencies(&self, head_dim: usize, max_positions: usize, tokens: usize) -> Frequencies {
         let plain = |theta: f64| {
             (0..head_dim / 2).map(move |pair| theta.powf(-2.0 * pair as f64 / head_dim as f64)).collect::<Vec<f64>>()
@@ -53,19 +53,24 @@ impl Rope {
                 };
                 plain(self.theta).into_iter().map(scale).collect()
             }
+            RopeScaling::Long { ref short, ref long, original_positions, .. } => {
+                let factors = if tokens > original_positions { long } else { short };
+                plain(self.theta).into_iter().zip(factors).map(|(x, factor)| x / f64::from(*factor)).collect()
+            }
         };
         Frequencies::from_rad_per_token(scaled)
     }
 
     /// Whether frequencies depend on the length of the sequence.
     pub fn is_dynamic(&self) -> bool {
-        matches!(self.scaling, RopeScaling::Dynamic { .. })
+        matches!(self.scaling, RopeScaling::Dynamic { .. } | RopeScaling::Long { .. })
     }
 
     /// Factor of rotated queries and keys.
     pub fn attention_factor(&self) -> f64 {
         match self.scaling {
             RopeScaling::Yarn { attention_factor, .. } => attention_factor,
+            RopeScaling::Long { attention_factor, .. } => f64::from(attention_factor),
             _ => 1.0,
         }
     }

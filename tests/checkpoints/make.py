@@ -1,7 +1,7 @@
 """Makes the tiny random checkpoints of this folder and what they must give.
 
     pip install torch transformers safetensors
-    python tests/checkpoints/make.py
+    python tests/checkpoints/make.py            # or only some, by their names
 
 Each folder is a Hugging Face checkpoint with random weights, and `expected.safetensors`: `tokens` I64 [1, L], `logits`
 F32 [1, L, vocab] of `transformers` in f32 with eager attention, and `greedy` I64 [N], what follows when always the
@@ -12,6 +12,7 @@ see what StreamingLLM (4 sinks, 12 tokens in all) evicts after so many tokens. W
 import json
 import pathlib
 import shutil
+import sys
 
 import torch
 import transformers
@@ -41,6 +42,11 @@ def rope(kind, **values):
     return dict(rope_parameters=dict(rope_type=kind, rope_theta=10000.0, **values))
 
 
+def longrope(original):
+    short, long = [1.0, 1.1, 1.3, 2.0], [1.2, 2.5, 3.9, 4.3]
+    return dict(original_max_position_embeddings=original, **rope("longrope", short_factor=short, long_factor=long))
+
+
 CASES = {
     "llama": ("Llama", {}),
     "llama-bias-tied": ("Llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
@@ -53,6 +59,9 @@ CASES = {
     # The prompt is longer than the 16 tokens from which on the base grows.
     "dynamic": ("Llama", dict(max_position_embeddings=16, **rope("dynamic", factor=2.0))),
     "yarn": ("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    # The prompt and what follows it are longer than the original context, and shorter.
+    "longrope": ("Phi3", longrope(32)),
+    "longrope-short": ("Phi3", longrope(96)),
     "mistral": ("Mistral", dict(sliding_window=15)),
     "qwen2": ("Qwen2", dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)),
     "qwen3": ("Qwen3", dict(head_dim=16, num_hidden_layers=3)),
@@ -142,7 +151,7 @@ def make(name, family, changes):
 
 
 if __name__ == "__main__":
-    for name, (family, changes) in CASES.items():
-        make(name, family, changes)
+    for name in sys.argv[1:] or CASES:
+        make(name, *CASES[name])
     record = dict(torch=torch.__version__, transformers=transformers.__version__)
     (HERE / "made-with.json").write_text(json.dumps(record, indent=2) + "\n")

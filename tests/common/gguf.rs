@@ -81,7 +81,11 @@ fn keys(architecture: &str, config: &Value) -> Vec<(String, Value)> {
     };
     let scaling = [&config["rope_scaling"], &config["rope_parameters"]].into_iter().find(|found| found.is_object());
     let scaling = scaling.cloned().unwrap_or(Value::Null);
-    let kind = scaling["rope_type"].as_str().filter(|kind| !["default", "llama3"].contains(kind));
+    let kind = scaling["rope_type"].as_str().filter(|kind| !["default", "llama3", "longrope"].contains(kind));
+    let is_long = scaling["rope_type"] == "longrope";
+    let original = scaling["original_max_position_embeddings"].clone();
+    let longer = config["max_position_embeddings"].as_f64().unwrap() / original.as_f64().unwrap_or(1.0);
+    let sharper = (1.0 + longer.ln() / original.as_f64().unwrap_or(2.0).ln()).sqrt();
     let head_dim = match config["head_dim"].as_u64() {
         Some(width) => width,
         None => config["hidden_size"].as_u64().unwrap() / config["num_attention_heads"].as_u64().unwrap(),
@@ -101,38 +105,47 @@ fn keys(architecture: &str, config: &Value) -> Vec<(String, Value)> {
         ("rope.freq_base", theta),
         ("rope.scaling.type", kind.map_or(Value::Null, Value::from)),
         ("rope.scaling.factor", kind.map_or(Value::Null, |_| scaling["factor"].clone())),
-        (
-            "rope.scaling.original_context_length",
-            kind.map_or(Value::Null, |_| scaling["original_max_position_embeddings"].clone()),
-        ),
+        ("rope.scaling.original_context_length", if kind.is_some() || is_long { original } else { Value::Null }),
+        ("rope.scaling.attn_factor", if is_long { sharper.into() } else { Value::Null }),
     ];
     let own = known.into_iter().filter(|(_, value)| !value.is_null());
     let own = own.map(|(key, value)| (format!("{architecture}.{key}"), value));
     std::iter::once(("general.architecture".to_string(), architecture.into())).chain(own).collect()
 }
 
-/// What Llama 3.1's scaling divides each frequency of RoPE by, which stands in the place of its configuration.
-fn rope_factors(config: &Value) -> Option<(String, Vec<u64>, u32, Vec<u8>)> {
+/// What stands in the place of a RoPE's configuration: what each of its frequencies is divided by.
+fn rope_factors(config: &Value) -> Vec<(String, Vec<u64>, u32, Vec<u8>)> {
     let rope = &config["rope_parameters"];
-    if rope["rope_type"] != "llama3" {
-        return None;
-    }
     let number = |key: &str| rope[key].as_f64().unwrap() as f32;
-    let (factor, low, high) = (number("factor"), number("low_freq_factor"), number("high_freq_factor"));
-    let (original, width) = (number("original_max_position_embeddings"), config["head_dim"].as_u64().unwrap());
-    let factors = (0..width / 2).map(|pair| {
-        let wave = std::f32::consts::TAU * number("rope_theta").powf(2.0 * pair as f32 / width as f32);
-        if wave < original / high {
-            1.0
-        } else if wave > original / low {
-            factor
-        } else {
-            let smooth = (original / wave - low) / (high - low);
-            1.0 / ((1.0 - smooth) / factor + smooth)
+    let llama3 = || {
+        let (factor, low, high) = (number("factor"), number("low_freq_factor"), number("high_freq_factor"));
+        let (original, width) = (number("original_max_position_embeddings"), config["head_dim"].as_u64().unwrap());
+        let divided = |pair: u64| {
+            let wave = std::f32::consts::TAU * number("rope_theta").powf(2.0 * pair as f32 / width as f32);
+            if wave < original / high {
+                1.0
+            } else if wave > original / low {
+                factor
+            } else {
+                let smooth = (original / wave - low) / (high - low);
+                1.0 / ((1.0 - smooth) / factor + smooth)
+            }
+        };
+        (0..width / 2).map(divided).collect::<Vec<f32>>()
+    };
+    let list = |key: &str| rope[key].as_array().unwrap().iter().map(|factor| factor.as_f64().unwrap() as f32).collect();
+    let all: Vec<(&str, Vec<f32>)> = match rope["rope_type"].as_str() {
+        Some("llama3") => vec![("rope_freqs.weight", llama3())],
+        Some("longrope") => {
+            vec![("rope_factors_long.weight", list("long_factor")), ("rope_factors_short.weight", list("short_factor"))]
         }
-    });
-    let bytes = factors.flat_map(f32::to_le_bytes).collect();
-    Some(("rope_freqs.weight".into(), vec![width / 2], 0, bytes))
+        _ => Vec::new(),
+    };
+    let tensor = |(name, factors): (&str, Vec<f32>)| {
+        let bytes = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
+        (name.to_string(), vec![factors.len() as u64], 0, bytes)
+    };
+    all.into_iter().map(tensor).collect()
 }
 
 /// A tensor of a Hugging Face folder as llama.cpp keeps it.

@@ -317,7 +317,11 @@ fn published_configurations_are_read_right_or_refused_for_the_right_reason() {
                 let extents = (count("layers"), count("q_heads"), count("kv_heads"), count("head_dim"));
                 assert_eq!((found.layers, found.q_heads, found.kv_heads, found.head_dim), extents, "{model}");
                 assert_eq!(found.tied, expected["tied"].as_bool().unwrap(), "{model}");
-                assert_eq!(found.rope, rope(&expected["rope"]), "{model}");
+                assert_eq!(
+                    found.rope,
+                    rope(&expected["rope"], config.get("rope_scaling").unwrap_or(&Value::Null)),
+                    "{model}"
+                );
                 // The pattern of the first layers goes on to the last.
                 let pattern = expected["windows"].as_array().unwrap();
                 for (layer, window) in found.windows.iter().enumerate() {
@@ -338,8 +342,8 @@ fn published_configurations_are_read_right_or_refused_for_the_right_reason() {
     }
 }
 
-/// RoPE as the fixture writes it.
-fn rope(expected: &Value) -> Rope {
+/// RoPE as the fixture writes it; lists of factors are those of the configuration.
+fn rope(expected: &Value, config: &Value) -> Rope {
     let number = |key: &str| expected[key].as_f64().unwrap();
     let original = || number("original_positions") as usize;
     let scaling = match expected["scaling"].as_str().unwrap() {
@@ -358,6 +362,17 @@ fn rope(expected: &Value) -> Rope {
             attention_factor: 0.1 * number("factor").ln() + 1.0,
             truncate: true,
         },
+        "longrope" => {
+            let factors = |key: &str| {
+                config[key].as_array().unwrap().iter().map(|factor| factor.as_f64().unwrap() as f32).collect()
+            };
+            RopeScaling::Long {
+                short: factors("short_factor"),
+                long: factors("long_factor"),
+                original_positions: original(),
+                attention_factor: number("attention_factor") as f32,
+            }
+        }
         other => panic!("{other}"),
     };
     Rope { theta: number("theta"), scaling }

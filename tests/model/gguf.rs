@@ -42,7 +42,8 @@ fn as_kept(from: &Path, to: &Path) {
 
 #[test]
 fn a_file_gives_the_logits_of_the_folder_that_it_is_made_from() {
-    for name in ["llama", "llama-bias-tied", "linear", "yarn", "llama3", "qwen2", "qwen3", "phi3", "gemma2"] {
+    for name in ["llama", "llama-bias-tied", "linear", "yarn", "llama3", "qwen2", "qwen3", "longrope", "phi3", "gemma2"]
+    {
         let (checkpoint, folder) = (checkpoint(name), tempfile::tempdir().unwrap());
         as_kept(&checkpoint.folder, folder.path());
         let wanted = logits(folder.path(), &checkpoint.tokens);

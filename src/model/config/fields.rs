@@ -64,6 +64,11 @@ impl<'a> Fields<'a> {
         self.parsed(key, "a number above 0", |value| value.as_f64().filter(|x| *x > 0.0 && x.is_finite()))
     }
 
+    pub fn numbers(&self, key: &'a str) -> Result<Option<Vec<f64>>, String> {
+        let number = |value: &Value| value.as_f64().filter(|x| *x > 0.0 && x.is_finite());
+        self.parsed(key, "a list of numbers above 0", |value| value.as_array()?.iter().map(number).collect())
+    }
+
     pub fn flag(&self, key: &'a str) -> Result<bool, String> {
         Ok(self.parsed(key, "true or false", Value::as_bool)?.unwrap_or(false))
     }

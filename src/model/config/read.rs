@@ -94,7 +94,7 @@ impl Config {
             head_dim,
             ffn: need("intermediate_size")?,
             norm_eps: fields.number("rms_norm_eps")?.unwrap_or(defaults.norm_eps) as f32,
-            rope: rope(&fields, family, max_positions)?,
+            rope: rope(&fields, family, max_positions, head_dim)?,
             max_positions,
             tied: match map.get("tie_word_embeddings") {
                 Some(_) => fields.flag("tie_word_embeddings")?,
@@ -260,7 +260,7 @@ fn windows(fields: &Fields<'_>, family: Family, layers: usize) -> Result<Vec<Opt
 }
 
 /// RoPE: `rope_parameters` of `transformers` 5, or `rope_theta` and `rope_scaling` of 4.
-fn rope(fields: &Fields<'_>, family: Family, max_positions: usize) -> Result<Rope, String> {
+fn rope(fields: &Fields<'_>, family: Family, max_positions: usize, head_dim: usize) -> Result<Rope, String> {
     let outer_theta = fields.number("rope_theta")?;
     let outer_partial = fields.number("partial_rotary_factor")?;
     let outer_original = fields.count("original_max_position_embeddings")?;
@@ -279,11 +279,32 @@ fn rope(fields: &Fields<'_>, family: Family, max_positions: usize) -> Result<Rop
     let factor = inner.number("factor")?;
     let needed = |factor| inner.needed("factor", factor);
     let scaling = match kind {
-        // Phi-3 calls another scaling yarn.
-        _ if family == Family::Phi3 && kind != "default" => {
-            return Err(format!("rope_scaling type '{kind}' of Phi3ForCausalLM is not understood; known: default"));
-        }
         "default" => RopeScaling::None,
+        // Older configurations of Phi-3 call it su or yarn.
+        "longrope" | "su" | "yarn" if family == Family::Phi3 => {
+            let factors = |key| {
+                let factors: Vec<f64> = inner.needed(key, inner.numbers(key)?)?;
+                match factors.len() {
+                    len if len == head_dim / 2 => Ok(factors.into_iter().map(|factor| factor as f32).collect()),
+                    len => {
+                        Err(format!("rope_scaling.{key} has {len} numbers; a head has {} frequencies", head_dim / 2))
+                    }
+                }
+            };
+            let longer = factor.unwrap_or(max_positions as f64 / original as f64);
+            let natural = if longer <= 1.0 { 1.0 } else { (1.0 + longer.ln() / (original.max(2) as f64).ln()).sqrt() };
+            RopeScaling::Long {
+                short: factors("short_factor")?,
+                long: factors("long_factor")?,
+                original_positions: original,
+                attention_factor: number("attention_factor", natural)? as f32,
+            }
+        }
+        _ if family == Family::Phi3 => {
+            return Err(format!(
+                "rope_scaling type '{kind}' of Phi3ForCausalLM is not understood; known: default, longrope"
+            ));
+        }
         "linear" => RopeScaling::Linear { factor: needed(factor)? },
         "dynamic" => RopeScaling::Dynamic { factor: needed(factor)? },
         "llama3" => RopeScaling::Llama3 {
@@ -408,6 +429,16 @@ mod tests {
         let cases = [
             (json!({"architectures": ["FalconForCausalLM"]}), "unknown architecture 'FalconForCausalLM'; known: Llama"),
             (json!({"rope_scaling": {"type": "longrope", "factor": 4}}), "rope_scaling type 'longrope' is not"),
+            (
+                json!({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "su", "long_factor": [1]}}),
+                "rope_scaling.short_factor is missing",
+            ),
+            (
+                json!({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {
+                    "type": "longrope", "long_factor": [1, 2], "short_factor": [1, 2, 3],
+                }}),
+                "rope_scaling.short_factor has 3 numbers; a head has",
+            ),
             (json!({"hidden_act": "relu"}), "hidden_act is \"relu\"; known: silu"),
             (json!({"logit_scale": 0.5}), "logit_scale is 0.5; this option is not known and may change results"),
             (json!({"rope_interleaved": true}), "rope_interleaved is true; this option is not known"),

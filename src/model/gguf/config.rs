@@ -40,13 +40,12 @@ impl Gguf {
         let wrong = |reason| ModelError::Config { path: self.path().into(), reason };
         let keys = self.keys().map_err(wrong)?;
         let config = Config::from_json(&keys).map_err(wrong)?;
-        match self.find(rope::TENSOR) {
-            Some(info) if info.shape != [config.head_dim / 2] => {
-                let needed = config.head_dim / 2;
-                Err(wrong(format!("tensor '{}' has shape {:?}; [{needed}] is needed", rope::TENSOR, info.shape)))
-            }
-            _ => Ok(config),
-        }
+        let needed = config.head_dim / 2;
+        let wrong_shape = rope::TENSORS.iter().find_map(|name| {
+            let shape = &self.find(name)?.shape;
+            (*shape != [needed]).then(|| format!("tensor '{name}' has shape {shape:?}; [{needed}] is needed"))
+        });
+        wrong_shape.map_or(Ok(config), |reason| Err(wrong(reason)))
     }
 
     /// The architecture's family, and its name.
@@ -105,19 +104,28 @@ impl Gguf {
     }
 
     fn rope_scaling<'v>(&self, own: &impl Fn(&str) -> Option<&'v Value>) -> Result<Option<Value>, String> {
-        if self.find("rope_factors_long.weight").is_some() {
-            return Err("it scales RoPE by the tensor 'rope_factors_long.weight', which is not read".into());
-        }
-        if let Some(factors) = self.rope_factors()? {
+        let [factors, short, long] =
+            [self.numbers(rope::FACTORS)?, self.numbers(rope::SHORT)?, self.numbers(rope::LONG)?];
+        if let Some(factors) = factors {
             let theta = own("rope.freq_base").and_then(Value::as_f64).unwrap_or(10_000.0);
             return rope::of_factors(&factors, theta).map(Some);
         }
-        let factor = own("rope.scaling.factor").cloned().unwrap_or(Value::Null);
+        let of = |key: &str| own(key).cloned().unwrap_or(Value::Null);
+        if let (Some(short), Some(long)) = (short, long) {
+            return Ok(Some(json!({
+                "rope_type": "longrope",
+                "short_factor": short,
+                "long_factor": long,
+                "original_max_position_embeddings": of("rope.scaling.original_context_length"),
+                "attention_factor": of("rope.scaling.attn_factor"),
+            })));
+        }
+        let factor = of("rope.scaling.factor");
         match own("rope.scaling.type").and_then(Value::as_str) {
             None | Some("none") => Ok(None),
             Some("linear") => Ok(Some(json!({ "rope_type": "linear", "factor": factor }))),
             Some("yarn") => {
-                let original = own("rope.scaling.original_context_length").cloned().unwrap_or(Value::Null);
+                let original = of("rope.scaling.original_context_length");
                 let scaling = json!({
                     "rope_type": "yarn",
                     "factor": factor,
@@ -129,11 +137,11 @@ impl Gguf {
         }
     }
 
-    /// What each frequency of RoPE is divided by, where the file says that.
-    fn rope_factors(&self) -> Result<Option<Vec<f32>>, String> {
-        let Some(info) = self.find(rope::TENSOR) else { return Ok(None) };
+    /// Elements of a tensor that belongs to the configuration, where there is one.
+    fn numbers(&self, name: &str) -> Result<Option<Vec<f32>>, String> {
+        let Some(info) = self.find(name) else { return Ok(None) };
         if info.format != RowFormat::plain(DType::F32) {
-            return Err(format!("tensor '{}' is {}; it must be f32", rope::TENSOR, info.format));
+            return Err(format!("tensor '{name}' is {}; it must be f32", info.format));
         }
         let bytes = self.bytes(info.range.clone()).chunks_exact(4);
         Ok(Some(bytes.map(bytemuck::pod_read_unaligned).collect()))

@@ -66,6 +66,10 @@ fn architecture(config: &Config) -> Result<Map<String, Value>, String> {
         put("attention.sliding_window", (*window).into());
     }
     match config.rope.scaling {
+        RopeScaling::Long { original_positions, attention_factor, .. } => {
+            put("rope.scaling.original_context_length", original_positions.into());
+            put("rope.scaling.attn_factor", attention_factor.into());
+        }
         RopeScaling::Linear { factor } => {
             put("rope.scaling.type", "linear".into());
             put("rope.scaling.factor", factor.into());

@@ -20,7 +20,7 @@ mod write;
 pub(super) use container::Gguf;
 pub(crate) use container::{GgufTensor, gguf_tensors};
 pub(super) use hub::files_of_gguf;
-pub(super) use rope::{TENSOR as ROPE_FACTORS, factors as rope_factors};
+pub(super) use rope::tensors as rope_tensors;
 pub(super) use tensors::{Located, head_rows, more, own_name, row_of_folder};
 pub(super) use types::number;
 pub(super) use write::{Keys, header, padded};

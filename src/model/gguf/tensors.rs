@@ -84,7 +84,7 @@ impl Gguf {
     /// A tensor of the file that is none of those that were taken by their names in the folder, nor of its configuration.
     pub fn unknown(&self, config: &Config, taken: &BTreeSet<String>) -> Option<&str> {
         let taken: BTreeSet<String> = taken.iter().filter_map(|name| own_name(config, name)).collect();
-        self.names().find(|name| !taken.contains(*name) && *name != rope::TENSOR)
+        self.names().find(|name| !taken.contains(*name) && !rope::TENSORS.contains(name))
     }
 }
 

@@ -11,7 +11,7 @@ use crate::format::RowFormat;
 use crate::memory::{Arena, Buffer, Label};
 use crate::model::adapter::base;
 use crate::model::gguf::{
-    Gguf, Keys, ROPE_FACTORS, head_rows, header, is_gguf, more, number, own_name, padded, rope_factors, row_of_folder,
+    Gguf, Keys, head_rows, header, is_gguf, more, number, own_name, padded, rope_tensors, row_of_folder,
 };
 use crate::model::parameters::{Make, Role};
 use crate::model::weights::{Found, Matrix};
@@ -234,19 +234,20 @@ pub fn quantise(
     let planned = mixture.plan(&config);
     let mut found = Found::open(source, &config, arena)?;
     // What belongs to the configuration stands first, for the header is read back with it.
-    let factors = rope_factors(config.rope, config.head_dim).unwrap_or_default();
-    let factors: Vec<u8> = factors.into_iter().flat_map(f32::to_le_bytes).collect();
-    let of_config = (!factors.is_empty()).then(|| (ROPE_FACTORS.into(), vec![factors.len() / 4], 0, factors.len()));
+    let of_config = rope_tensors(&config.rope, config.head_dim);
     let all: Vec<_> = of_config
-        .into_iter()
+        .iter()
+        .map(|(name, factors)| ((*name).to_owned(), vec![factors.len()], 0, 4 * factors.len()))
         .chain(planned.iter().map(|one| {
             let number = number(one.format).expect("mixtures have types of GGUF");
             (one.own.clone(), one.shape.clone(), number, one.bytes())
         }))
         .collect();
     let mut header = header(&keys, &all);
-    header.extend(&factors);
-    header.resize(padded(header.len()), 0);
+    for (_, factors) in &of_config {
+        header.extend_from_slice(bytemuck::cast_slice(factors));
+        header.resize(padded(header.len()), 0);
+    }
     let (mut done, mut failed) = (Vec::new(), None);
     let written = file::replace(output, |path| {
         let system = |error: std::io::Error| error.to_string();
@@ -289,8 +290,8 @@ fn reads_as(path: &Path, config: &Config) -> Result<(), String> {
     let back = Gguf::open(path).and_then(|file| file.config()).map_err(|error| error.to_string())?;
     match back.computes_as(config) {
         true => Ok(()),
-        false => Err("a GGUF file has no place for all of its configuration: another RoPE scaling than linear, yarn or llama3, a \
-                      sliding window of some layers, or an own scale of attention"
+        false => Err("a GGUF file has no place for all of its configuration: another RoPE scaling than linear, \
+                      yarn, llama3 or longrope, a sliding window of some layers, or an own scale of attention"
             .into()),
     }
 }
