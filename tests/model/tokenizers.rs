@@ -21,7 +21,10 @@ fn sentencepiece() -> Value {
     serde_json::from_slice(&std::fs::read("tests/fixtures/sentencepiece.json").unwrap()).unwrap()
 }
 
-fn keys(fixture: &Value) -> Vec<(&'static str, Value)> {
+/// Keys of a file, without what they all begin with.
+type Keys = Vec<(&'static str, Value)>;
+
+fn keys(fixture: &Value) -> Keys {
     vec![
         ("model", json!("llama")),
         ("tokens", fixture["tokens"].clone()),
@@ -143,7 +146,7 @@ fn text_is_cut_in_the_way_that_a_file_names() {
 #[test]
 fn what_is_wrong_with_a_tokenizer_is_said_in_one_line() {
     let (fixture, folder) = (sentencepiece(), tempfile::tempdir().unwrap());
-    let said = |change: &dyn Fn(&mut Vec<(&'static str, Value)>)| {
+    let said = |change: &dyn Fn(&mut Keys)| {
         let mut keys = keys(&fixture);
         change(&mut keys);
         let mut parts = Parts::of(&checkpoint("llama").folder, F32);
@@ -152,7 +155,7 @@ fn what_is_wrong_with_a_tokenizer_is_said_in_one_line() {
         std::fs::write(&path, parts.bytes()).unwrap();
         Text::open(&path).err().expect("it is refused").to_string()
     };
-    type Change<'a> = &'a dyn Fn(&mut Vec<(&'static str, Value)>);
+    type Change<'a> = &'a dyn Fn(&mut Keys);
     let cases: [(Change<'_>, &str); 6] = [
         (&|keys| keys[0].1 = json!("bert"), "its tokenizer is 'bert'; read are gpt2"),
         (&|keys| drop(keys.remove(2)), "it has no list tokenizer.ggml.scores"),
