@@ -206,6 +206,10 @@ fn what_is_wrong_with_a_file_is_said_in_one_line() {
         let said = changed(change);
         assert!(said.contains(expected), "{said}");
     }
+    let mut parts = Parts::of(&checkpoint("longrope").folder, F32);
+    parts.keys.iter_mut().find(|(key, _)| key.ends_with("attn_factor")).unwrap().1 = json!(3.5);
+    let said = refused(&parts.bytes());
+    assert!(said.contains("rope.scaling.attn_factor is 3.5; for a context as its own it must be 1.18"), "{said}");
     std::fs::write(&path, &whole).unwrap();
     let said = Text::open(&path).err().unwrap().to_string();
     assert!(said.contains("its tokenizer is 'nothing'"), "{said}");

@@ -2,7 +2,7 @@
 
 use super::{Gguf, rope};
 use crate::format::RowFormat;
-use crate::model::config::Family;
+use crate::model::config::{Family, RopeScaling};
 use crate::model::{Config, ModelError};
 use crate::tensor::DType;
 use serde_json::{Map, Value, json};
@@ -40,12 +40,26 @@ impl Gguf {
         let wrong = |reason| ModelError::Config { path: self.path().into(), reason };
         let keys = self.keys().map_err(wrong)?;
         let config = Config::from_json(&keys).map_err(wrong)?;
+        self.check_rope(&config).map_err(wrong)?;
+        Ok(config)
+    }
+
+    /// Refuses factors of RoPE that are not those of the configuration that was made of the file.
+    fn check_rope(&self, config: &Config) -> Result<(), String> {
         let needed = config.head_dim / 2;
-        let wrong_shape = rope::TENSORS.iter().find_map(|name| {
-            let shape = &self.find(name)?.shape;
-            (*shape != [needed]).then(|| format!("tensor '{name}' has shape {shape:?}; [{needed}] is needed"))
-        });
-        wrong_shape.map_or(Ok(config), |reason| Err(wrong(reason)))
+        for name in rope::TENSORS {
+            if let Some(info) = self.find(name).filter(|info| info.shape != [needed]) {
+                return Err(format!("tensor '{name}' has shape {:?}; [{needed}] is needed", info.shape));
+            }
+        }
+        let RopeScaling::Long { attention_factor, .. } = config.rope.scaling else { return Ok(()) };
+        let kept = self.metadata.get("phi3.rope.scaling.attn_factor").and_then(Value::as_f64);
+        match kept.filter(|kept| (kept - f64::from(attention_factor)).abs() > 1e-4) {
+            Some(kept) => Err(format!(
+                "rope.scaling.attn_factor is {kept}; for a context as its own it must be {attention_factor}"
+            )),
+            None => Ok(()),
+        }
     }
 
     /// The architecture's family, and its name.
@@ -93,6 +107,10 @@ impl Gguf {
             map.insert("sliding_window".into(), window.clone());
         }
         if let Some(scaling) = self.rope_scaling(&own)? {
+            if scaling["type"] == "longrope" {
+                let original = own("rope.scaling.original_context_length").cloned();
+                map.extend(original.map(|original| ("original_max_position_embeddings".into(), original)));
+            }
             map.insert("rope_scaling".into(), scaling);
         }
         for (key, config) in [("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id")] {
@@ -112,13 +130,8 @@ impl Gguf {
         }
         let of = |key: &str| own(key).cloned().unwrap_or(Value::Null);
         if let (Some(short), Some(long)) = (short, long) {
-            return Ok(Some(json!({
-                "rope_type": "longrope",
-                "short_factor": short,
-                "long_factor": long,
-                "original_max_position_embeddings": of("rope.scaling.original_context_length"),
-                "attention_factor": of("rope.scaling.attn_factor"),
-            })));
+            // These keys and no others, or some versions of `transformers` refuse them.
+            return Ok(Some(json!({ "type": "longrope", "short_factor": short, "long_factor": long })));
         }
         let factor = of("rope.scaling.factor");
         match own("rope.scaling.type").and_then(Value::as_str) {
