@@ -135,7 +135,7 @@ impl ChatTemplate {
     /// # Errors
     /// As [`ChatTemplate::render`], and when the tokenizer has no token for a part of it.
     pub fn prompt(&self, words: &str, text: &Text) -> Result<Vec<u32>, ModelError> {
-        text.piece(&self.render(&[Message::user(words)], true)?)
+        text.rendered(&self.render(&[Message::user(words)], true)?)
     }
 
     /// Tokens that stand before a user's words, and between them and the model's answer.
@@ -145,7 +145,7 @@ impl ChatTemplate {
     pub fn around(&self, text: &Text) -> Result<[Vec<u32>; 2], ModelError> {
         let written = self.render(&[Message::user(WORDS)], true)?;
         match written.split(WORDS).collect::<Vec<_>>()[..] {
-            [before, behind] => Ok([text.piece(before)?, text.piece(behind)?]),
+            [before, behind] => Ok([text.rendered(before)?, text.piece(behind)?]),
             ref pieces => {
                 let reason =
                     format!("its chat template writes what a user says {} times; once is needed", pieces.len() - 1);

@@ -3,6 +3,7 @@
 use super::ModelError;
 use super::adapter::base;
 use super::gguf::{Gguf, is_gguf};
+use serde_json::{Value, json};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::{Path, PathBuf};
@@ -13,6 +14,8 @@ use tokenizers::Tokenizer;
 pub struct Text {
     path: PathBuf,
     tokenizer: Tokenizer,
+    /// The same, without the space that it puts before a text; `None` where it puts none.
+    inside: Option<Tokenizer>,
 }
 
 impl Text {
@@ -40,14 +43,17 @@ impl Text {
     /// # Errors
     /// When it is not understood.
     pub fn parse(path: PathBuf, json: &str) -> Result<Self, ModelError> {
-        let tokenizer = guarded(&path, || {
-            let mut tokenizer: Tokenizer = json.parse()?;
-            // How a batch was cut and padded when the file was saved; a text is taken whole here, as `transformers` takes
-            // it where a caller asks for neither.
-            tokenizer.with_padding(None).with_truncation(None)?;
-            Ok(tokenizer)
-        })?;
-        Ok(Text { path, tokenizer })
+        let read = |json: &str| {
+            guarded(&path, || {
+                let mut tokenizer: Tokenizer = json.parse()?;
+                // How a batch was cut and padded when the file was saved; a text is taken whole here, as `transformers`
+                // takes it where a caller asks for neither.
+                tokenizer.with_padding(None).with_truncation(None)?;
+                Ok(tokenizer)
+            })
+        };
+        let (tokenizer, inside) = (read(json)?, without_space_before(json).map(|json| read(&json)).transpose()?);
+        Ok(Text { path, tokenizer, inside })
     }
 
     /// Tokens of a text, with those that the tokenizer puts before and behind every text.
@@ -65,11 +71,21 @@ impl Text {
         }
     }
 
-    /// Tokens of a piece of text, with nothing put before or behind it.
+    /// Tokens of a piece of text, with nothing put before or behind it: no space either, which SentencePiece's tokenizers put
+    /// before every text, as if each were the first of a text of its own.
     ///
     /// # Errors
     /// When the tokenizer has no token for a part of it.
     pub fn piece(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        let tokenizer = self.inside.as_ref().unwrap_or(&self.tokenizer);
+        Ok(guarded(&self.path, || tokenizer.encode_fast(text, false))?.get_ids().to_vec())
+    }
+
+    /// Tokens of a text in which all that marks its beginning is written out, as chat templates write it.
+    ///
+    /// # Errors
+    /// When the tokenizer has no token for a part of it.
+    pub fn rendered(&self, text: &str) -> Result<Vec<u32>, ModelError> {
         Ok(guarded(&self.path, || self.tokenizer.encode_fast(text, false))?.get_ids().to_vec())
     }
 
@@ -78,7 +94,7 @@ impl Text {
     /// # Errors
     /// When the tokenizer has no token for the letter that this is tried with.
     pub fn beginning(&self) -> Result<Vec<u32>, ModelError> {
-        let (bare, mut whole) = (self.piece("a")?, self.tokens("a")?);
+        let (bare, mut whole) = (self.rendered("a")?, self.tokens("a")?);
         let at = (0..=whole.len() - bare.len().min(whole.len())).find(|&at| whole[at..].starts_with(&bare));
         whole.truncate(at.unwrap_or(0));
         Ok(whole)
@@ -96,6 +112,33 @@ impl Text {
     pub fn text(&self, tokens: &[u32]) -> Result<String, ModelError> {
         guarded(&self.path, || self.tokenizer.decode(tokens, true))
     }
+}
+
+/// A `tokenizer.json` that says the same but for the space that it puts before a text; `None` where it puts none.
+fn without_space_before(json: &str) -> Option<String> {
+    /// Takes it out of a normalizer or pre-tokenizer and the parts of it; whether there was one.
+    fn strip(part: &mut Value) -> bool {
+        let mut found = false;
+        if part["type"] == "Prepend" {
+            // What does nothing in its place.
+            (*part, found) = (json!({ "type": "Sequence", "normalizers": [] }), true);
+        }
+        if part["prepend_scheme"].as_str().is_some_and(|scheme| scheme != "never") {
+            (part["prepend_scheme"], found) = ("never".into(), true);
+        }
+        if part["add_prefix_space"] == true {
+            (part["add_prefix_space"], found) = (false.into(), true);
+        }
+        for list in ["normalizers", "pretokenizers"] {
+            for part in part.get_mut(list).and_then(Value::as_array_mut).into_iter().flatten() {
+                found |= strip(part);
+            }
+        }
+        found
+    }
+    let mut json: Value = serde_json::from_str(json).ok()?;
+    let parts = ["normalizer", "pre_tokenizer"].map(|part| json.get_mut(part).is_some_and(strip));
+    parts.contains(&true).then(|| json.to_string())
 }
 
 thread_local! {

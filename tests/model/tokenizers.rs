@@ -44,7 +44,7 @@ fn tokens_are_those_of_sentencepiece() {
         let space = space.map(|space: bool| ("add_space_prefix", json!(space)));
         let text = file(folder.path(), &[keys(&fixture), space.into_iter().collect()].concat());
         for (case, tokens) in cases(&fixture, name) {
-            assert_eq!(text.piece(&case).unwrap(), tokens, "{name}: {case:?}");
+            assert_eq!(text.rendered(&case).unwrap(), tokens, "{name}: {case:?}");
             // A text begins with token 1 where the file does not say otherwise.
             assert_eq!(text.tokens(&case).unwrap(), [&[1], &tokens[..]].concat());
             // A space in the place of its letter is the one thing that does not come back.
@@ -53,6 +53,46 @@ fn tokens_are_those_of_sentencepiece() {
     }
     let text = file(folder.path(), &[keys(&fixture), vec![("add_bos_token", json!(false))]].concat());
     assert!(text.beginning().unwrap().is_empty());
+}
+
+#[test]
+fn a_piece_of_a_text_gets_no_space_that_is_not_in_it() {
+    let (fixture, folder) = (sentencepiece(), tempfile::tempdir().unwrap());
+    let text = file(folder.path(), &keys(&fixture));
+    for (case, tokens) in cases(&fixture, "cases_without_space") {
+        assert_eq!(text.piece(&case).unwrap(), tokens, "{case:?}");
+    }
+    // Pieces one after the other are the text.
+    let [first, second] = ["the key", " of the red door"].map(|piece| text.piece(piece).unwrap());
+    assert_eq!(text.text(&[first.clone(), second].concat()).unwrap(), "the key of the red door");
+    assert_eq!(text.beginning().unwrap(), [1]);
+    // The other ways in which a tokenizer.json asks for one.
+    let made = |pre_tokenizer: Value| {
+        let letters = ["a", "b", "\u{2581}", "\u{120}"];
+        let vocabulary: serde_json::Map<String, Value> =
+            letters.iter().enumerate().map(|(id, letter)| ((*letter).to_owned(), json!(id))).collect();
+        let tokenizer = json!({
+            "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": pre_tokenizer,
+            "post_processor": null, "decoder": null,
+            "model": { "type": "BPE", "vocab": vocabulary, "merges": [] },
+        });
+        Text::parse("tokenizer.json".into(), &tokenizer.to_string()).unwrap()
+    };
+    let metaspace = |scheme: &str| json!({ "type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": false });
+    let bytes = json!({ "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true });
+    for (pre_tokenizer, space) in [
+        (metaspace("first"), 2),
+        (metaspace("always"), 2),
+        (json!({ "type": "Sequence", "pretokenizers": [metaspace("always")] }), 2),
+        (bytes, 3),
+    ] {
+        let text = made(pre_tokenizer);
+        assert_eq!(text.tokens("ab").unwrap(), [space, 0, 1]);
+        assert_eq!(text.piece("ab").unwrap(), [0, 1]);
+        assert_eq!(text.piece(" a").unwrap(), [space, 0]);
+    }
+    let text = made(metaspace("never"));
+    assert_eq!(text.tokens("ab").unwrap(), text.piece("ab").unwrap());
 }
 
 #[test]

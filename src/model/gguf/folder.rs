@@ -122,7 +122,8 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
     if in_pieces {
         put("model", "llama".into());
         put("scores", scores(&tokens, pairs().map(|pair| pair.concat())).into());
-        let first = original.piece("a")?.first().and_then(|&id| tokens.get(id as usize)?.as_str()).unwrap_or_default();
+        let first = *original.tokens("a")?.last().expect("no text has no tokens") as usize;
+        let first = tokens.get(first).and_then(Value::as_str).unwrap_or_default();
         put("add_space_prefix", first.starts_with(SPACE).into());
         if let Some(id) = kinds.iter().position(|kind| *kind == UNKNOWN) {
             put("unknown_token_id", id.into());
