@@ -11,6 +11,9 @@ use std::collections::HashSet;
 /// A space, as tokens have it.
 pub(super) const SPACE: &str = "\u{2581}";
 
+/// Longest token that is looked for in a text, in bytes: published ones have some dozens, and every cut of a token is tried.
+const LONGEST_BYTES: usize = 1024;
+
 /// The `tokenizer.json` that says the same as a file's keys, of which `tokens` are known already.
 ///
 /// # Errors
@@ -57,7 +60,7 @@ fn merges<'t>(tokens: &Tokens<'t>, scores: &[f64]) -> Vec<[&'t str; 2]> {
     let pieces = || tokens.texts.iter().zip(scores).enumerate().filter(|(id, _)| tokens.is_text(*id)).map(|(_, of)| of);
     let known: HashSet<&str> = pieces().map(|(piece, _)| *piece).collect();
     let mut pairs: Vec<(f64, [&str; 2])> = Vec::new();
-    for (piece, score) in pieces() {
+    for (piece, score) in pieces().filter(|(piece, _)| piece.len() <= LONGEST_BYTES) {
         let cuts = piece.char_indices().skip(1).map(|(at, _)| piece.split_at(at));
         let found = cuts.filter(|(left, right)| known.contains(left) && known.contains(right));
         pairs.extend(found.map(|(left, right)| (*score, [left, right])));
