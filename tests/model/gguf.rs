@@ -206,6 +206,14 @@ fn what_is_wrong_with_a_file_is_said_in_one_line() {
         let said = changed(change);
         assert!(said.contains(expected), "{said}");
     }
+    for (name, key) in [("longrope", "phi3.rope.scaling.type"), ("llama3", "llama.rope.scaling.type")] {
+        let mut parts = Parts::of(&checkpoint(name).folder, F32);
+        parts.keys.push((key.into(), json!("yarn")));
+        assert!(refused(&parts.bytes()).contains("it scales RoPE in two ways at once"));
+    }
+    let mut parts = Parts::of(&checkpoint("longrope").folder, F32);
+    parts.tensors.retain(|(name, ..)| name != "rope_factors_short.weight");
+    assert!(refused(&parts.bytes()).contains("or has half of one; its tensors may be: rope_freqs.weight"));
     let mut parts = Parts::of(&checkpoint("longrope").folder, F32);
     parts.keys.iter_mut().find(|(key, _)| key.ends_with("attn_factor")).unwrap().1 = json!(3.5);
     let said = refused(&parts.bytes());

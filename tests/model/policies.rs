@@ -7,6 +7,7 @@ use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup};
 use kvsieve::policy::{POLICIES, PRESETS, Policy, Registry};
 use kvsieve::tensor::DType;
 use kvsieve::train::sensitivity;
+use serde_json::Value;
 
 /// What came of a run.
 struct Run {
@@ -228,6 +229,28 @@ fn steps_read_what_is_selected_in_every_layer() {
         // A sequence of a batch reads what it reads alone.
         let both = run(&model, &[&tokens[..25], tokens], &[17, 20], Some((&policy("quest"), "16")));
         assert!(furthest(&both.logits[1], &page.logits[0]) / spread < 1e-5, "{name}: in a batch");
+    }
+}
+
+#[test]
+fn keys_of_a_prompt_in_chunks_are_turned_back_as_the_whole_prompt_turned_them() {
+    let checkpoint = checkpoint("longrope");
+    let text = std::fs::read_to_string(checkpoint.folder.join("config.json")).unwrap();
+    // The prompt is longer than both original contexts, so that they are the same model; its first chunk than one of them.
+    let logits = |original: usize, text: &str, eviction: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut config: Value = serde_json::from_str(text).unwrap();
+        config["original_max_position_embeddings"] = original.into();
+        config["rope_parameters"]["original_max_position_embeddings"] = original.into();
+        config["rope_parameters"]["attention_factor"] = 1.25.into();
+        std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+        let weights = "model.safetensors";
+        std::fs::copy(checkpoint.folder.join(weights), folder.path().join(weights)).unwrap();
+        let model = Model::open(folder.path(), &Arena::unlimited()).unwrap();
+        run(&model, &[&checkpoint.tokens], &[checkpoint.tokens.len()], Some((&policy(eviction), "9"))).logits.remove(0)
+    };
+    for eviction in ["streaming-llm+chunks:tokens=13+rerotate", "expected-attention+chunks:tokens=13"] {
+        assert_eq!(logits(8, &text, eviction), logits(32, &text, eviction), "{eviction}");
     }
 }
 

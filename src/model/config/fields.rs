@@ -61,12 +61,11 @@ impl<'a> Fields<'a> {
     }
 
     pub fn number(&self, key: &'a str) -> Result<Option<f64>, String> {
-        self.parsed(key, "a number above 0", |value| value.as_f64().filter(|x| *x > 0.0 && x.is_finite()))
+        self.parsed(key, "a number above 0", positive)
     }
 
     pub fn numbers(&self, key: &'a str) -> Result<Option<Vec<f64>>, String> {
-        let number = |value: &Value| value.as_f64().filter(|x| *x > 0.0 && x.is_finite());
-        self.parsed(key, "a list of numbers above 0", |value| value.as_array()?.iter().map(number).collect())
+        self.parsed(key, "a list of numbers above 0", |value| value.as_array()?.iter().map(positive).collect())
     }
 
     pub fn flag(&self, key: &'a str) -> Result<bool, String> {
@@ -119,6 +118,10 @@ impl<'a> Fields<'a> {
             }
         }
     }
+}
+
+fn positive(value: &Value) -> Option<f64> {
+    value.as_f64().filter(|x| *x > 0.0 && x.is_finite())
 }
 
 /// A value as a message shows it: lists and objects only by their beginning.

@@ -118,7 +118,7 @@ impl<'a> DeviceEvictor<'a> {
         }
     }
 
-    /// The eviction step behind prefill, or behind a chunk of it that is not the `last`.
+    /// The eviction step behind prefill, of which `horizon` tokens are seen when it ends, or behind a chunk of it.
     ///
     /// # Errors
     /// When the policy gives scores that are no numbers, there is no room, or a kernel fails.
@@ -128,11 +128,12 @@ impl<'a> DeviceEvictor<'a> {
         runtime: &Runtime,
         cache: &mut DeviceCache,
         seen: usize,
-        last: bool,
+        horizon: usize,
     ) -> Result<(), ModelError> {
         let Some(policy) = self.evicting() else { return Ok(()) };
+        let last = seen == horizon;
         if policy.rerotates {
-            cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, seen))?;
+            cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, horizon))?;
             self.rotates = true;
         }
         let DeviceEvictor { session, cpu, arena, window, .. } = self;

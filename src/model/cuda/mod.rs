@@ -165,8 +165,8 @@ impl<'a> DeviceDecoder<'a> {
         for (index, tokens) in tokens.chunks(piece).enumerate() {
             self.feed(tokens, horizon, false, |place, logits| visit(index * piece + place, logits))?;
             if let Some(evictor) = &mut self.evictor {
-                let (config, last) = (&self.of.model.config, self.seen == horizon);
-                evictor.evict_chunk(config, self.of.runtime, &mut self.cache, self.seen, last)?;
+                let config = &self.of.model.config;
+                evictor.evict_chunk(config, self.of.runtime, &mut self.cache, self.seen, horizon)?;
             }
         }
         Ok(())

@@ -86,7 +86,7 @@ impl<'a> Decoder<'a> {
         let evictor = self.evictor.as_mut().expect("put to work above");
         evictor.adopt(sequence, recorder)?;
         self.reconstruct(sequence)?;
-        self.eviction_step(sequence, |evictor, scene| evictor.evict_chunk(scene, true))
+        self.eviction_step(sequence, self.seen[sequence], |evictor, scene| evictor.evict_chunk(scene, true))
     }
 
     /// KV bytes of the pages that a sequence holds, as if it shared none, or of its part of the memory.

@@ -43,7 +43,8 @@ impl Decoder<'_> {
                 if last {
                     self.reconstruct(sequence)?;
                 }
-                self.eviction_step(sequence, |evictor, scene| evictor.evict_chunk(scene, last))?;
+                let horizon = horizons[sequence];
+                self.eviction_step(sequence, horizon, |evictor, scene| evictor.evict_chunk(scene, last))?;
             }
         }
         Ok(())
@@ -82,7 +83,7 @@ impl Decoder<'_> {
             let horizons: Vec<usize> = self.seen.iter().zip(&pieces).map(|(seen, piece)| seen + piece.len()).collect();
             self.run(&pieces, &horizons, &vec![start; tokens.len()], visit)?;
             for (sequence, _) in pieces.iter().enumerate().filter(|(_, piece)| !together && !piece.is_empty()) {
-                self.eviction_step(sequence, |evictor, scene| evictor.evict_step(scene))?;
+                self.eviction_step(sequence, horizons[sequence], |evictor, scene| evictor.evict_step(scene))?;
             }
         }
         Ok(())
@@ -107,10 +108,12 @@ impl Decoder<'_> {
         followed
     }
 
-    /// Lets the policy evict from a sequence: on the threads from the first to the last, as [`Decoder::pass`].
+    /// Lets the policy evict from a sequence whose latest tokens were turned as those of `horizon` tokens: on the threads from
+    /// the first to the last, as [`Decoder::pass`].
     pub(super) fn eviction_step(
         &mut self,
         sequence: usize,
+        horizon: usize,
         work: impl FnOnce(&mut super::Evictor<'_>, &mut Scene<'_>) -> Result<(), ModelError> + Send,
     ) -> Result<(), ModelError> {
         let Some(evictor) = &mut self.evictor else { return Ok(()) };
@@ -122,6 +125,7 @@ impl Decoder<'_> {
             batch: self.setup.batch,
             sequence,
             seen: self.seen[sequence],
+            horizon,
         };
         self.cpu.install(|| work(evictor, &mut scene))?;
         self.gaps[sequence] |= evictor.evicted_tokens() > before;

@@ -24,6 +24,8 @@ pub(in crate::model) struct Scene<'a> {
     /// The sequence that is evicted from, and the tokens it has seen.
     pub sequence: usize,
     pub seen: usize,
+    /// Tokens of the sequence by whose number RoPE turned the latest: with those of its prompt that are yet to come.
+    pub horizon: usize,
 }
 
 impl Scene<'_> {
@@ -101,7 +103,7 @@ impl Evictor<'_> {
     fn evict(&mut self, scene: &mut Scene<'_>, moment: Moment) -> Result<(), ModelError> {
         let (policy, config) = (self.eviction.policy, &scene.model.config);
         if policy.rerotates || policy.looks_at(Statistic::BeforeRope) {
-            self.frequencies = Some(config.rope.frequencies(config.head_dim, config.max_positions, scene.seen));
+            self.frequencies = Some(config.rope.frequencies(config.head_dim, config.max_positions, scene.horizon));
         }
         let Evictor { sequences, frequencies, arena, kept, .. } = self;
         let Sequence { session, window, reconstructed, .. } = &mut sequences[scene.sequence];

@@ -122,20 +122,28 @@ impl Gguf {
     }
 
     fn rope_scaling<'v>(&self, own: &impl Fn(&str) -> Option<&'v Value>) -> Result<Option<Value>, String> {
-        let [factors, short, long] =
-            [self.numbers(rope::FACTORS)?, self.numbers(rope::SHORT)?, self.numbers(rope::LONG)?];
-        if let Some(factors) = factors {
-            let theta = own("rope.freq_base").and_then(Value::as_f64).unwrap_or(10_000.0);
-            return rope::of_factors(&factors, theta).map(Some);
-        }
         let of = |key: &str| own(key).cloned().unwrap_or(Value::Null);
-        if let (Some(short), Some(long)) = (short, long) {
-            // These keys and no others, or some versions of `transformers` refuse them.
-            return Ok(Some(json!({ "type": "longrope", "short_factor": short, "long_factor": long })));
-        }
         let factor = of("rope.scaling.factor");
-        match own("rope.scaling.type").and_then(Value::as_str) {
-            None | Some("none") => Ok(None),
+        let kind = own("rope.scaling.type").and_then(Value::as_str).filter(|kind| *kind != "none");
+        match (self.numbers(rope::FACTORS)?, self.numbers(rope::SHORT)?, self.numbers(rope::LONG)?) {
+            (None, None, None) => {}
+            (Some(factors), None, None) if kind.is_none() => {
+                let theta = own("rope.freq_base").and_then(Value::as_f64).unwrap_or(10_000.0);
+                return rope::of_factors(&factors, theta).map(Some);
+            }
+            // These keys and no others, or some versions of `transformers` refuse them.
+            (None, Some(short), Some(long)) if kind.is_none_or(|kind| kind == "longrope") => {
+                return Ok(Some(json!({ "type": "longrope", "short_factor": short, "long_factor": long })));
+            }
+            _ => {
+                let all = rope::TENSORS.join(", ");
+                return Err(format!(
+                    "it scales RoPE in two ways at once, or has half of one; its tensors may be: {all}"
+                ));
+            }
+        }
+        match kind {
+            None => Ok(None),
             Some("linear") => Ok(Some(json!({ "rope_type": "linear", "factor": factor }))),
             Some("yarn") => {
                 let original = of("rope.scaling.original_context_length");
