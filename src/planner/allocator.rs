@@ -41,10 +41,13 @@ trait Allocator {
     fn reserved(&self) -> u64;
 }
 
+/// Bytes at once that are replayed: a thirty-second of the buddy's pool, which has holes.
+const MOST: u128 = 1 << 44;
+
 /// Replays a trace.
 ///
 /// # Errors
-/// When an event gives back what none took, or the trace takes nothing.
+/// When it takes more than any memory has, an event gives back what none took, or the trace takes nothing.
 pub fn replay(events: &[Event]) -> Result<Vec<Outcome>, PlanError> {
     let steps = steps(events)?;
     let most = most_of_labels(events);
@@ -69,16 +72,18 @@ fn steps(events: &[Event]) -> Result<Vec<Step<'_>>, PlanError> {
     let wrong =
         |value: String, expected: &str| PlanError::Value { what: "the trace", value, expected: expected.into() };
     let mut live: HashMap<(&str, u64), Vec<usize>> = HashMap::new();
-    let mut steps = Vec::new();
+    let (mut steps, mut total) = (Vec::new(), 0u128);
     for (number, event) in events.iter().enumerate() {
         let bytes = event.delta_bytes.unsigned_abs();
         let key = (event.label.as_str(), bytes);
         match event.delta_bytes {
             0 => {}
-            1.. if bytes > 1 << 48 => {
-                return Err(wrong(format!("{bytes} B at event {number}"), "at most 2^48 B are replayed"));
+            1.. if total + u128::from(bytes) > MOST => {
+                let held = total + u128::from(bytes);
+                return Err(wrong(format!("{held} B at event {number}"), "at most 2^44 B at once are replayed"));
             }
             1.. => {
+                total += u128::from(bytes);
                 live.entry(key).or_default().push(number);
                 steps.push(Step::Take(number, bytes, &event.label));
             }
@@ -86,6 +91,7 @@ fn steps(events: &[Event]) -> Result<Vec<Step<'_>>, PlanError> {
                 let block = live.get_mut(&key).and_then(Vec::pop).ok_or_else(|| {
                     wrong(format!("{bytes} B of '{}' at event {number}", event.label), "given back, but never taken")
                 })?;
+                total -= u128::from(bytes);
                 steps.push(Step::Give(block, bytes));
             }
         }

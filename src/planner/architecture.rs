@@ -260,6 +260,49 @@ impl Architecture {
         Counts { v: kv, o: heads * dim * hidden, matrices: q + kv, vectors, ..Counts::default() }
     }
 
+    /// Linear layers of block `layer`: inputs, outputs, and how many there are alike. Those that read the same input are apart,
+    /// as checkpoints have them.
+    pub fn matrices(&self, layer: usize) -> Vec<[u64; 3]> {
+        let [hidden, heads, kv_heads, dim] = [self.hidden, self.heads, self.kv_heads, self.head_dim].map(|n| n as u64);
+        let mut all = Vec::new();
+        if let Some(linear) = self.linear.filter(|linear| layer < linear.layers) {
+            let (keys, values) = linear.widths();
+            all.extend([
+                [hidden, 2 * keys + 2 * values, 1],
+                [hidden, 2 * linear.value_heads as u64, 1],
+                [values, hidden, 1],
+            ]);
+        } else if let Some(Mla { q_rank, kv_rank, nope, rope, v }) = self.mla {
+            let [kv_rank, nope, rope, v] = [kv_rank, nope, rope, v].map(|n| n as u64);
+            match q_rank.map(|rank| rank as u64) {
+                None => all.push([hidden, heads * (nope + rope), 1]),
+                Some(rank) => all.extend([[hidden, rank, 1], [rank, heads * (nope + rope), 1]]),
+            }
+            all.extend([[hidden, kv_rank + rope, 1], [kv_rank, heads * (nope + v), 1], [heads * v, hidden, 1]]);
+        } else {
+            let q = heads * dim * if self.output_gate { 2 } else { 1 };
+            all.extend([[hidden, q, 1], [hidden, kv_heads * dim, 2], [heads * dim, hidden, 1]]);
+        }
+        let mut mlp = |ffn: u64, count: u64| {
+            let before = if self.gpt { 1 } else { 2 };
+            all.extend([[hidden, ffn, before * count], [ffn, hidden, count]]);
+        };
+        match self.experts.filter(|experts| layer >= experts.dense_layers) {
+            None => mlp(self.ffn as u64, 1),
+            Some(experts) => {
+                mlp(experts.ffn as u64, experts.count as u64);
+                if experts.shared > 0 {
+                    mlp((experts.shared * experts.ffn) as u64, 1);
+                }
+                all.push([hidden, experts.count as u64, 1]);
+                if experts.shared_gate {
+                    all.push([hidden, 1, 1]);
+                }
+            }
+        }
+        all
+    }
+
     /// The MLP of a layer; `active`: of experts only those that a token passes through.
     fn mlp(&self, layer: usize, active: bool) -> Counts {
         let hidden = self.hidden as u64;

@@ -3,7 +3,7 @@
 use super::PlanError;
 use super::presets::{GPUS, WEIGHT_FORMATS, weight_format};
 use super::roofline::REACHED;
-use super::scenario::{DEFAULT_OVERHEAD, Memory, Scenario};
+use super::scenario::{Memory, Scenario};
 use super::train::{ADAMW, Adapters, Offload, Recompute, Training};
 use super::weights::WeightFormat;
 use serde::Serialize;
@@ -44,7 +44,7 @@ pub struct Card {
     pub full_fits: bool,
     /// Fewest layers on the host with which bf16 weights fit; `None` when none is enough.
     pub offload_layers: Option<u64>,
-    /// Tokens per second of one sequence with them.
+    /// Tokens per second of all sequences that are held, with them.
     pub offload_tokens_per_s: Option<f64>,
     /// How much slower that is than if the card had room.
     pub offload_factor: Option<f64>,
@@ -71,7 +71,7 @@ pub fn fine_tuning(scenario: &Scenario<'_>) -> Result<[u64; 3], PlanError> {
         recompute: Recompute::Full,
         keeps_scores: false,
         offload: Offload::None,
-        overhead_bytes: DEFAULT_OVERHEAD,
+        overhead_bytes: scenario.overhead_bytes,
     };
     training.check()?;
     let over = |format| {
@@ -117,12 +117,12 @@ pub fn cards(scenario: &Scenario<'_>) -> Result<Vec<Card>, PlanError> {
                 qlora_fits: tuned[1] <= gpu.bytes(),
                 full_fits: tuned[2] <= gpu.bytes(),
                 offload_layers,
-                offload_tokens_per_s: slow.map(|seconds| scenario.batch as f64 / seconds),
+                offload_tokens_per_s: slow.map(|seconds| scenario.held() as f64 / seconds),
                 offload_factor: fast.zip(slow).map(|(fast, slow)| slow / fast),
                 offload_bytes: offload_layers.map(|offload| with(offload).offloaded_bytes() as u64),
                 disk_tokens_per_s: slow.zip(offload_layers).map(|(slow, offload)| {
                     let bytes = with(offload).offloaded_bytes() as f64;
-                    scenario.batch as f64 / (slow + bytes / DISK_BYTES_PER_S - bytes / gpu.link_bytes_per_s())
+                    scenario.held() as f64 / (slow + bytes / DISK_BYTES_PER_S - bytes / gpu.link_bytes_per_s())
                 }),
             })
         })

@@ -1,14 +1,14 @@
 //! Levers: what could be changed, what each gains in context, and what it costs in accuracy and time.
 //!
-//! A lever's price adds up what it spends: the logarithm of how much longer a request takes (prompt and 256 more tokens, by
-//! the roofline), ten times its KL divergence, 1 where that was never measured, 2 for each doubling of cards, and 0.01 for
+//! A lever's price adds up what it spends: the logarithm of how much longer a sequence takes (its share of prompt and 256 more
+//! tokens, by the roofline; 1 for layers on the host of a card whose speed is not known), ten times its KL divergence, 1 where that was never measured, 2 for each doubling of cards, and 0.01 for
 //! being a change at all. Levers are ranked by gained context (log2 of the factor) per price. A search over one lever of
 //! each kind finds the set of least price that fits a context.
 
 use super::PlanError;
 use super::presets::{LOSSES, MODELS, Measured, WEIGHT_FORMATS};
 use super::roofline::REACHED;
-use super::scenario::{Allocation, Attention, Eviction, Logits, Scenario};
+use super::scenario::{Allocation, Attention, Eviction, Logits, Memory, Scenario};
 use super::search::MOST;
 use super::source::{Source, Subject};
 use crate::policy::{Budget, Registry};
@@ -40,7 +40,7 @@ pub struct Lever<'a> {
     /// What it does to results.
     pub loss: Loss,
     /// Doublings of cards.
-    doublings: f64,
+    doublings: u32,
     /// The changed scenario, of this scenario.
     change: Box<dyn Fn(&mut Scenario<'a>) + 'a>,
 }
@@ -54,7 +54,8 @@ pub struct Ranked {
     pub max_context_tokens: Option<u64>,
     /// Peak at the context that was asked for.
     pub peak_bytes: u64,
-    /// How much longer a request takes; `None` where nothing is known of the card's speed.
+    /// How much longer a sequence takes, its share of what goes through together; `None` where nothing is known of the card's
+    /// speed.
     pub time_factor: Option<f64>,
     /// What it does to results.
     #[serde(flatten)]
@@ -121,8 +122,9 @@ pub fn siblings(subject: &Subject) -> Vec<Subject> {
 /// When a policy cannot be built, which the tests hold.
 pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Vec<Lever<'a>>, PlanError> {
     let mut levers: Vec<Lever<'a>> = Vec::new();
+    let is_host = matches!(scenario.memory, Memory::Host(_));
     let mut add = |kind, name: String, loss, change: Box<dyn Fn(&mut Scenario<'a>) + 'a>| {
-        levers.push(Lever { name, kind, loss, doublings: 0.0, change });
+        levers.push(Lever { name, kind, loss, doublings: 0, change });
     };
     if scenario.attention != Attention::Tiled {
         let change = |scenario: &mut Scenario<'a>| scenario.attention = Attention::Tiled;
@@ -181,7 +183,7 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
         add("concurrency", format!("{half} sequences held at once"), Loss::None, Box::new(change));
     }
     let layers = scenario.subject.layers as u64;
-    for part in [layers / 4, layers / 2, layers].into_iter().filter(|&part| part > scenario.offload) {
+    for part in [layers / 4, layers / 2, layers].into_iter().filter(|&part| part > scenario.offload && !is_host) {
         let change = move |scenario: &mut Scenario<'a>| scenario.offload = part;
         add("offload", format!("{part} of {layers} layers on the host"), Loss::None, Box::new(change));
     }
@@ -189,21 +191,23 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
         let change = move |scenario: &mut Scenario<'a>| scenario.subject = sibling;
         add("sibling", format!("{} in its place (GQA)", sibling.name), Loss::NotMeasured, Box::new(change));
     }
-    for doublings in 1..=3u32 {
-        let cards = scenario.tensor_parallel << doublings;
-        if cards <= scenario.subject.heads as u64 {
-            let change = move |scenario: &mut Scenario<'a>| scenario.tensor_parallel = cards;
-            add("cards", format!("{cards} cards that share each layer"), Loss::None, Box::new(change));
+    for doublings in (1..=3u32).filter(|_| !is_host) {
+        let mut add = |name: String, change: Box<dyn Fn(&mut Scenario<'a>) + 'a>| {
+            levers.push(Lever { name, kind: "cards", loss: Loss::None, doublings, change });
+        };
+        let (tensor, stages) = (scenario.tensor_parallel << doublings, scenario.pipeline << doublings);
+        let cards = (scenario.tensor_parallel * scenario.pipeline) << doublings;
+        if tensor <= scenario.subject.heads as u64 {
+            let part = if scenario.pipeline > 1 { format!(", {tensor} to") } else { " that share".into() };
+            let change = move |scenario: &mut Scenario<'a>| scenario.tensor_parallel = tensor;
+            add(format!("{cards} cards{part} each layer"), Box::new(change));
         }
-        let cards = scenario.pipeline << doublings;
-        if cards <= layers && doublings == 1 {
-            let change = move |scenario: &mut Scenario<'a>| scenario.pipeline = cards;
-            add("cards", format!("{cards} cards that share the layers"), Loss::None, Box::new(change));
+        if stages <= layers && doublings == 1 {
+            let part =
+                if scenario.tensor_parallel > 1 { format!(" in {stages} parts of") } else { " that share".into() };
+            let change = move |scenario: &mut Scenario<'a>| scenario.pipeline = stages;
+            add(format!("{cards} cards{part} the layers"), Box::new(change));
         }
-    }
-    for lever in levers.iter_mut().filter(|lever| lever.kind == "cards") {
-        let cards: f64 = lever.name.split(' ').next().and_then(|cards| cards.parse().ok()).unwrap_or(2.0);
-        lever.doublings = (cards / (scenario.tensor_parallel * scenario.pipeline) as f64).log2();
     }
     Ok(levers)
 }
@@ -216,21 +220,37 @@ impl<'a> Lever<'a> {
         changed
     }
 
-    /// How much longer a request takes, where that is known.
+    /// How much longer a sequence takes, where that is known.
     fn time_factor(&self, scenario: &Scenario<'a>) -> Result<Option<f64>, PlanError> {
-        let of = |scenario: &Scenario<'a>| scenario.times(REACHED);
-        let (before, after) = (of(scenario)?, of(&self.pulled(scenario))?);
-        Ok(before.zip(after).map(|(before, after)| after.request_s(REQUEST_TOKENS) / before.request_s(REQUEST_TOKENS)))
+        time_factor(scenario, &self.pulled(scenario))
     }
 
     /// What it costs.
     fn price(&self, time_factor: Option<f64>) -> f64 {
+        // Nothing else that is offered makes a sequence take so much longer.
+        let unknown = if self.kind == "offload" { 1.0 } else { 0.0 };
         let loss = match self.loss {
             Loss::None => 0.0,
             Loss::Measured { kl_nats, .. } => 10.0 * kl_nats,
             Loss::NotMeasured => 1.0,
         };
-        0.01 + loss + 2.0 * self.doublings + time_factor.map_or(0.0, |factor| factor.ln().max(0.0))
+        0.01 + loss + 2.0 * f64::from(self.doublings) + time_factor.map_or(unknown, |factor| factor.ln().max(0.0))
+    }
+}
+
+/// How much longer a sequence takes after a change, where that is known.
+fn time_factor(before: &Scenario<'_>, after: &Scenario<'_>) -> Result<Option<f64>, PlanError> {
+    let of = |scenario: &Scenario<'_>| {
+        Ok::<_, PlanError>(scenario.times(REACHED)?.map(|times| times.sequence_s(scenario, REQUEST_TOKENS)))
+    };
+    Ok(of(before)?.zip(of(after)?).map(|(before, after)| after / before))
+}
+
+/// Nothing for a lever whose budget leaves no token of the context.
+fn possible<T>(answer: Result<T, PlanError>) -> Result<Option<T>, PlanError> {
+    match answer {
+        Err(PlanError::Budget(_)) => Ok(None),
+        answer => answer.map(Some),
     }
 }
 
@@ -239,13 +259,14 @@ impl<'a> Lever<'a> {
 /// # Errors
 /// When the budget leaves no token.
 pub fn rank<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Vec<Ranked>, PlanError> {
-    let (most, peak) = (scenario.max_context()?, scenario.peak(scenario.context)?.1.total());
+    let (most, peak_before) = (scenario.max_context()?, scenario.peak(scenario.context)?.1.total());
     let mut ranked = Vec::new();
     // More than twice the cards gain no more for their price.
-    for lever in levers(scenario, siblings)?.into_iter().filter(|lever| lever.doublings <= 1.0) {
+    for lever in levers(scenario, siblings)?.into_iter().filter(|lever| lever.doublings <= 1) {
         let changed = lever.pulled(scenario);
-        let (max_context_tokens, peak_bytes) = (changed.max_context()?, changed.peak(changed.context)?.1.total());
-        if max_context_tokens <= most && peak_bytes >= peak {
+        let Some((_, peak)) = possible(changed.peak(changed.context))? else { continue };
+        let (max_context_tokens, peak_bytes) = (changed.max_context()?, peak.total());
+        if max_context_tokens <= most && peak_bytes >= peak_before {
             continue;
         }
         let time_factor = lever.time_factor(scenario)?;
@@ -276,7 +297,8 @@ pub fn together<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<
         let before = scenario.max_context()?.unwrap_or(0);
         let mut best: Option<(f64, u64, Lever<'a>)> = None;
         for lever in levers(&scenario, siblings)?.into_iter().filter(|lever| !used.contains(&lever.kind)) {
-            let after = lever.pulled(&scenario).max_context()?.unwrap_or(0);
+            let Some(after) = possible(lever.pulled(&scenario).max_context())? else { continue };
+            let after = after.unwrap_or(0);
             let gain = (after as f64 / before.max(1) as f64).log2() / lever.price(lever.time_factor(&scenario)?);
             if after > before && best.as_ref().is_none_or(|(most, ..)| gain > *most) {
                 best = Some((gain, after, lever));
@@ -304,7 +326,7 @@ pub struct Remedy {
     pub peak_bytes: u64,
     /// The largest context that fits with them.
     pub max_context_tokens: Option<u64>,
-    /// How much longer a request takes.
+    /// How much longer a sequence takes.
     pub time_factor: Option<f64>,
 }
 
@@ -314,7 +336,8 @@ pub struct Remedy {
 /// When the budget leaves no token.
 pub fn remedy<'a>(scenario: &Scenario<'a>, target: u64, siblings: &'a [Subject]) -> Result<Option<Remedy>, PlanError> {
     let start = Scenario { context: target.min(MOST), ..scenario.clone() };
-    let levers = levers(&start, siblings)?;
+    let mut levers = levers(&start, siblings)?;
+    levers.retain(|lever| lever.pulled(&start).peak(start.context).is_ok());
     let priced = levers.iter().map(|lever| Ok((lever, lever.price(lever.time_factor(&start)?))));
     let priced: Vec<(&Lever<'a>, f64)> = priced.collect::<Result<_, PlanError>>()?;
     let mut kinds: Vec<&str> = priced.iter().map(|(lever, _)| lever.kind).collect();
@@ -325,7 +348,6 @@ pub fn remedy<'a>(scenario: &Scenario<'a>, target: u64, siblings: &'a [Subject])
     search.go(0, &start, 0.0, &mut Vec::new())?;
     let Some((price, used)) = search.best else { return Ok(None) };
     let changed = used.iter().fold(start.clone(), |scenario, lever| lever.pulled(&scenario));
-    let times = start.times(REACHED)?.zip(changed.times(REACHED)?);
     Ok(Some(Remedy {
         target_context_tokens: start.context,
         levers: used.iter().map(|lever| lever.name.clone()).collect(),
@@ -333,7 +355,7 @@ pub fn remedy<'a>(scenario: &Scenario<'a>, target: u64, siblings: &'a [Subject])
         price,
         peak_bytes: u64::try_from(changed.peak(start.context)?.1.total()).unwrap_or(u64::MAX),
         max_context_tokens: changed.max_context()?,
-        time_factor: times.map(|(before, after)| after.request_s(REQUEST_TOKENS) / before.request_s(REQUEST_TOKENS)),
+        time_factor: time_factor(&start, &changed)?,
     }))
 }
 

@@ -108,7 +108,12 @@ pub fn shape(map: &Map<String, Value>, name: &str) -> Result<Architecture, Strin
         return Ok(Architecture { positions: context + 2, context, gpt: true, tied, ..plain(name, shape) });
     }
     let latent = family.starts_with("Deepseek");
-    let kv_heads = need("num_key_value_heads")?;
+    // Classes that were there before grouped queries have as many as query heads where nothing is said.
+    let alike = matches!(family, "LlamaForCausalLM" | "Phi3ForCausalLM");
+    let kv_heads = match fields.count("num_key_value_heads")? {
+        None if alike => heads,
+        kv_heads => fields.needed("num_key_value_heads", kv_heads)?,
+    };
     let derived = matches!(
         family,
         "LlamaForCausalLM" | "MistralForCausalLM" | "MixtralForCausalLM" | "Qwen2ForCausalLM" | "Phi3ForCausalLM"
@@ -319,13 +324,18 @@ pub fn gguf(metadata: &Map<String, Value>, tensors: &[GgufTensor], path: &Path) 
     map.insert("tie_word_embeddings".into(), find("output.weight").is_none().into());
     map.insert("attention_bias".into(), find("blk.0.attn_q.bias").is_some().into());
     let latent = *name == "deepseek2";
-    if let Some(width) = own("attention.key_length").and_then(Value::as_u64) {
+    // Newer files have the widths of the compressed rows as `key_length` and `value_length`, and those of heads as these.
+    let of_heads = |key: &str| own(&format!("{key}_mla")).or(own(key)).and_then(Value::as_u64);
+    if let Some(width) = of_heads("attention.key_length") {
         map.insert("head_dim".into(), width.into());
         if let Some(rotated) = own("rope.dimension_count").and_then(Value::as_u64).filter(|_| latent) {
             map.insert("qk_nope_head_dim".into(), width.saturating_sub(rotated).into());
         }
     }
     if latent {
+        if let Some(width) = of_heads("attention.value_length") {
+            map.insert("v_head_dim".into(), width.into());
+        }
         // A file without compressed queries does not say so.
         map.entry("q_lora_rank").or_insert(Value::Null);
     }

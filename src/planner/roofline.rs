@@ -36,9 +36,10 @@ pub struct Times {
 }
 
 impl Times {
-    /// Of a request: the first token and so many more.
-    pub fn request_s(&self, tokens: u64) -> f64 {
-        self.prefill_s + tokens as f64 * self.decode_s
+    /// Of a sequence's share of a request: the first token of those that are read together, and so many more of those that are
+    /// decoded together.
+    pub fn sequence_s(&self, scenario: &Scenario<'_>, tokens: u64) -> f64 {
+        self.prefill_s / scenario.batch as f64 + tokens as f64 * self.decode_s / scenario.held() as f64
     }
 }
 
@@ -67,9 +68,8 @@ impl Scenario<'_> {
         let operations = gpu.tflops * 1e12 * reached.operations * self.tensor_parallel as f64;
         let link = self.offloaded_bytes() as f64 / (gpu.link_bytes_per_s() * cards);
         let held = self.bytes_at(Phase::Decode, self.context)?.kv as f64 * cards;
-        let on_card =
-            |tokens| self.read_bytes(tokens) - self.offloaded_bytes().min(self.read_bytes(tokens) as u128) as f64;
-        let decode_bytes = on_card(self.held()) + held;
+        let here = 1.0 - (self.offload as f64 / self.subject.layers as f64).min(1.0);
+        let decode_bytes = self.read_bytes(self.held()) * here + held;
         let decode_flops = 2.0 * self.subject.active_parameters as f64 * self.held() as f64;
         let decode_s = (decode_bytes / bandwidth).max(decode_flops / operations) + link;
         Ok(Some(Times {
@@ -88,22 +88,24 @@ impl Scenario<'_> {
         let faster = gpu.fp8_tflops.filter(|_| eight).map_or(1.0, |fp8| fp8 / gpu.tflops);
         let products = 2.0 * self.subject.active_parameters as f64 * tokens / (operations * faster);
         let reads = passes * self.read_bytes(self.batch * self.pass_tokens(self.context)) / bandwidth;
-        let pairs: f64 = self
-            .subject
-            .groups
-            .iter()
-            .map(|group| {
-                let seen = group.window.map_or(self.context, |window| self.context.min(window as u64));
-                group.layers as f64 * self.context as f64 * seen as f64
-            })
-            .sum::<f64>()
-            * self.batch as f64
-            * shape.heads as f64;
+        let all = self.context as f64;
+        let layers = self.subject.groups.iter().map(|group| (group.layers as f64, group.window));
+        let pairs = match self.attention {
+            // Pairs behind a query, or beyond its window, are skipped.
+            Attention::Tiled => layers
+                .map(|(layers, window)| {
+                    let window = window.map_or(all, |window| all.min(window as f64));
+                    layers * window * (all - window / 2.0)
+                })
+                .sum::<f64>(),
+            _ => layers.map(|(layers, _)| layers * all * all).sum(),
+        };
+        let pairs = pairs * self.batch as f64 * shape.heads as f64;
+        let products_s = 4.0 * pairs * shape.head_dim as f64 / operations;
         let attention = match self.attention {
-            // Half of the pairs are masked and skipped.
-            Attention::Tiled => 2.0 * pairs * shape.head_dim as f64 / operations,
+            Attention::Tiled => products_s,
             // Written, read, written, read: four passes in 16 bits.
-            _ => (4.0 * 2.0 * pairs / bandwidth).max(4.0 * pairs * shape.head_dim as f64 / operations),
+            _ => (4.0 * 2.0 * pairs / bandwidth).max(products_s),
         };
         products.max(reads) + attention + passes * link
     }

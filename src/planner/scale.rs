@@ -143,9 +143,13 @@ impl Scale<'_> {
     pub fn check(&self, ranks: &[u64]) -> Result<(), PlanError> {
         let wrong =
             |what, value: u64, expected: String| Err(PlanError::Value { what, value: value.to_string(), expected });
-        if self.node_cards == 0 {
-            return wrong("--per-node", 0, "a node has at least 1 card".into());
+        if !(1..=MOST_RANKS).contains(&self.node_cards) {
+            return wrong("--per-node", self.node_cards, format!("a node has 1 to {MOST_RANKS} cards"));
         }
+        if self.context < 2 {
+            return wrong("--context", self.context, "a ring needs at least 2 tokens".into());
+        }
+        self.kv.check(&self.subject.groups)?;
         // Two chunks of a ring for each card.
         let most = (self.context / 2).min(MOST_RANKS);
         match ranks.iter().find(|&&ranks| ranks == 0 || ranks > most) {

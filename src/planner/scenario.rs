@@ -4,12 +4,12 @@
 //! both. So prefill is looked at twice, inside the blocks and at the output, and the larger moment is its peak.
 
 use super::PlanError;
+use super::architecture::KvGroup;
 use super::kv::KvStore;
 use super::presets::Gpu;
 use super::source::Subject;
 use super::weights::WeightFormat;
 use crate::policy::Budget;
-use std::collections::BTreeMap;
 
 /// Bytes of the context and libraries of a process on a GPU, unless they are measured: 0.5 GB.
 pub const DEFAULT_OVERHEAD: u64 = 500_000_000;
@@ -21,6 +21,8 @@ pub enum Memory {
     Gpu(&'static Gpu),
     /// So many bytes; nothing is known of its speed.
     Bytes(u64),
+    /// A machine without a card: the memory that layers would be moved to is the one they are in.
+    Host(u64),
 }
 
 impl Memory {
@@ -31,7 +33,7 @@ impl Memory {
     pub fn bytes(&self) -> u64 {
         match self {
             Memory::Gpu(gpu) => gpu.bytes(),
-            Memory::Bytes(bytes) => *bytes,
+            Memory::Bytes(bytes) | Memory::Host(bytes) => *bytes,
         }
     }
 
@@ -39,7 +41,7 @@ impl Memory {
     pub fn gpu(&self) -> Option<&'static Gpu> {
         match self {
             Memory::Gpu(gpu) => Some(gpu),
-            Memory::Bytes(_) => None,
+            Memory::Bytes(_) | Memory::Host(_) => None,
         }
     }
 }
@@ -91,8 +93,8 @@ pub enum Allocation {
     Exact,
     /// Pages of so many tokens, and 4 bytes for each in a table.
     Paged(u64),
-    /// So many tokens for each sequence from the beginning.
-    Reserved(u64),
+    /// So many tokens for each sequence from the beginning; `None`: its context and its output.
+    Reserved(Option<u64>),
 }
 
 /// What stays of a context.
@@ -247,46 +249,71 @@ impl Scenario<'_> {
         self.subject.groups.iter().map(|group| self.kv.token_bytes(group)).sum()
     }
 
-    /// Tokens of a sequence in a list that may hold as many as `window` says: those that are there, and the room for them.
-    fn tokens(&self, held: u64, window: Option<usize>) -> (u64, u64) {
+    /// Tokens of a sequence in a list that may hold as many as `window` says: those that are there, and the room for them, at
+    /// `context` tokens of the sequence.
+    fn tokens(&self, held: u64, context: u64, window: Option<usize>) -> (u64, u64) {
         let held = window.map_or(held, |window| held.min(window as u64));
         let room = match self.allocation {
             Allocation::Exact => held,
             Allocation::Paged(page) => held.next_multiple_of(page),
-            Allocation::Reserved(most) => held.max(window.map_or(most, |window| most.min(window as u64))),
+            Allocation::Reserved(most) => {
+                let most = most.unwrap_or(context + self.output);
+                held.max(window.map_or(most, |window| most.min(window as u64)))
+            }
         };
         (held, room)
     }
 
-    /// Adds a cache whose lists hold `tokens` of each sequence.
-    fn add_cache(&self, to: &mut Bytes, tokens: u64) {
-        let cards = u128::from(self.pipeline);
-        for group in &self.subject.groups {
-            let (held, room) = self.tokens(tokens, group.window);
-            // KV heads are shared out as far as there are any; a compressed row is held by every card.
-            let split = self.tensor_parallel.min(group.heads as u64);
-            let token =
-                (u128::from(self.kv.token_bytes(group)) * u128::from(self.held())).div_ceil(u128::from(split) * cards);
+    /// What the fullest card holds of a group: whole layers, and whole KV heads as far as there are any; a compressed row
+    /// is held by every card.
+    fn on_card(&self, group: &KvGroup) -> KvGroup {
+        KvGroup {
+            layers: group.layers.div_ceil(self.pipeline as usize),
+            heads: group.heads.div_ceil(self.tensor_parallel as usize),
+            ..*group
+        }
+    }
+
+    /// Bytes of a token of a sequence on the fullest card, windows aside.
+    pub fn card_token_bytes(&self) -> u64 {
+        self.subject.groups.iter().map(|group| self.kv.token_bytes(&self.on_card(group))).sum()
+    }
+
+    /// Bytes of a sequence's recurrent states on a card.
+    pub fn card_state_bytes(&self) -> u64 {
+        self.subject.state_bytes.div_ceil(self.tensor_parallel * self.pipeline)
+    }
+
+    /// Adds a cache whose lists hold `tokens` of each sequence, at `context` tokens of each.
+    fn add_cache(&self, to: &mut Bytes, tokens: u64, context: u64) {
+        for group in self.subject.groups.iter().map(|group| self.on_card(group)) {
+            let (held, room) = self.tokens(tokens, context, group.window);
+            let token = u128::from(self.kv.token_bytes(&group)) * u128::from(self.held());
             to.kv += token * u128::from(held);
             to.slack += token * u128::from(room - held);
             if let Allocation::Paged(page) = self.allocation {
                 let lists = u128::from(self.held()) * (group.layers * group.heads) as u128;
-                to.metadata += (4 * u128::from(room / page) * lists).div_ceil(cards);
+                to.metadata += 4 * u128::from(room / page) * lists;
             }
         }
-        to.kv += u128::from(self.subject.state_bytes) * u128::from(self.held()) / cards;
+        to.kv += u128::from(self.card_state_bytes()) * u128::from(self.held());
     }
 
-    /// Bytes of weights on the fullest card.
+    /// Bytes of weights on the fullest card: of a pipeline's stages the first has the embedding, the last the output matrix.
     pub fn weight_bytes(&self) -> u128 {
         let whole = self.subject.weight_bytes(self.weights);
-        let layer = u128::from(whole.layers).div_ceil(self.subject.layers as u128);
-        let here = (self.subject.layers as u128).saturating_sub(u128::from(self.offload));
+        let layers = self.subject.layers as u64;
+        let layer = u128::from(whole.layers).div_ceil(u128::from(layers));
+        let here = layers.saturating_sub(self.offload).div_ceil(self.pipeline);
         // One layer that is on its way has its room.
-        let passing = u128::from(self.offload.min(1));
-        let layers = if self.offload == 0 { u128::from(whole.layers) } else { layer * (here + passing) };
-        layers.div_ceil(u128::from(self.tensor_parallel * self.pipeline))
-            + u128::from(whole.outside).div_ceil(u128::from(self.tensor_parallel))
+        let passing = self.offload.min(1);
+        let layers = match (self.offload, self.pipeline) {
+            (0, 1) => u128::from(whole.layers),
+            _ => layer * u128::from(here + passing),
+        };
+        let outside = if self.pipeline > 1 { whole.fullest_end(self.subject.architecture.tied) } else { whole.outside };
+        layers.div_ceil(u128::from(self.tensor_parallel))
+            + u128::from(outside).div_ceil(u128::from(self.tensor_parallel))
     }
 
     /// Bytes that weights in the host's memory have.
@@ -323,7 +350,7 @@ impl Scenario<'_> {
         let inner = (subject.activation_elements - stream).div_ceil(self.tensor_parallel);
         let workspace = match &self.eviction {
             Some(eviction) if !eviction.selects => {
-                let lists = subject.groups.iter().map(|group| group.heads).max().unwrap_or(0);
+                let lists = subject.groups.iter().map(|group| self.on_card(group).heads).max().unwrap_or(0);
                 4 * u128::from(self.batch) * lists as u128 * u128::from(keys)
             }
             _ => 0,
@@ -352,12 +379,12 @@ impl Scenario<'_> {
                 let pass = self.pass_tokens(context);
                 let chunked = self.eviction.as_ref().is_some_and(|eviction| eviction.chunk_tokens.is_some());
                 let held = if chunked { context.min(self.retained(context)? + pass) } else { context };
-                self.add_cache(&mut base, held);
+                self.add_cache(&mut base, held, context);
                 Ok(self.pass(base, pass, held))
             }
             Phase::Decode => {
                 let held = self.retained(context)? + self.output;
-                self.add_cache(&mut base, held);
+                self.add_cache(&mut base, held, context);
                 Ok(Scenario { batch: self.held(), ..self.clone() }.pass(base, 1, held))
             }
         }
@@ -383,7 +410,12 @@ impl Scenario<'_> {
     /// # Errors
     /// As [`Scenario::bytes_at`].
     pub fn fits(&self, context: u64) -> Result<bool, PlanError> {
-        Ok(self.peak(context)?.1.total() <= u128::from(self.memory.bytes()))
+        Ok(self.has_room(context) && self.peak(context)?.1.total() <= u128::from(self.memory.bytes()))
+    }
+
+    /// Whether a context and its output go into the room that was reserved for a sequence.
+    fn has_room(&self, context: u64) -> bool {
+        !matches!(self.allocation, Allocation::Reserved(Some(most)) if context + self.output > most)
     }
 
     /// Refuses what cannot be.
@@ -392,14 +424,15 @@ impl Scenario<'_> {
     /// What was wrong, its value, and what would be right; or that the sum is beyond any memory.
     pub fn check(&self) -> Result<(), PlanError> {
         const MOST: u64 = 1 << 40;
-        let counts: BTreeMap<&'static str, u64> = BTreeMap::from([
+        let counts = [
             ("--batch", self.batch),
             ("--concurrency", self.concurrency),
             ("--context", self.context),
+            ("--output-tokens", self.output.max(1)),
             ("--prefill-chunk", self.chunk.unwrap_or(1)),
             ("--tensor-parallel", self.tensor_parallel),
             ("--pipeline", self.pipeline),
-        ]);
+        ];
         let wrong =
             |what, value: u64, expected: String| Err(PlanError::Value { what, value: value.to_string(), expected });
         for (what, value) in counts {
@@ -416,6 +449,14 @@ impl Scenario<'_> {
         let heads = self.subject.heads as u64;
         if self.tensor_parallel > heads {
             return wrong("--tensor-parallel", self.tensor_parallel, format!("the model has {heads} query heads"));
+        }
+        if let (Allocation::Reserved(Some(most)), false) = (self.allocation, self.has_room(self.context)) {
+            let needed = self.context + self.output;
+            return wrong("--allocation reserved", most, format!("context and output are {needed} tokens"));
+        }
+        if matches!(self.eviction, Some(Eviction { budget: Budget::Bytes(_), .. })) && self.kv_token_bytes() == 0 {
+            let none = "no layer of this model has keys and values; a budget in bytes has nothing to be divided by";
+            return wrong("--budget", 0, none.into());
         }
         self.kv.check(&self.subject.groups)?;
         if self.peak(self.context)?.1.total() > 1 << 60 {

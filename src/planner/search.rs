@@ -1,7 +1,8 @@
 //! The largest context and the largest batch that fit: bytes never fall as either grows, so halving finds the last.
 
 use super::PlanError;
-use super::scenario::Scenario;
+use super::scenario::{Eviction, Scenario};
+use crate::policy::Budget;
 
 /// Beyond this nobody asks.
 pub const MOST: u64 = 1 << 40;
@@ -33,9 +34,12 @@ impl Scenario<'_> {
     /// # Errors
     /// When the budget leaves no token of the context that was asked for.
     pub fn max_context(&self) -> Result<Option<u64>, PlanError> {
-        // A fraction of few tokens leaves none: such short contexts are no question of memory.
+        // A fraction of few tokens leaves none: of such short contexts it is asked whether there is room for one token.
         last(|context| match self.fits(context) {
-            Err(PlanError::Budget(_)) if context < self.context => Ok(true),
+            Err(PlanError::Budget(_)) if context < self.context => {
+                let one = |eviction| Eviction { budget: Budget::Tokens(1), ..eviction };
+                Scenario { eviction: self.eviction.clone().map(one), ..self.clone() }.fits(context)
+            }
             fits => fits,
         })
     }

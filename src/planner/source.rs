@@ -26,6 +26,8 @@ pub enum Source {
 pub struct Parts {
     /// Embedding, head, last norm.
     pub outside: u64,
+    /// Of these the part behind the last block: the head, where it is not the embedding, and the last norm.
+    pub last: u64,
     /// Blocks.
     pub layers: u64,
 }
@@ -34,6 +36,13 @@ impl Parts {
     /// Both.
     pub fn total(self) -> u64 {
         self.outside + self.layers
+    }
+
+    /// The larger of what the first and the last stage of a pipeline hold besides blocks. The last needs the embedding again
+    /// where it is the output matrix too.
+    pub fn fullest_end(self, tied: bool) -> u64 {
+        let embedding = self.outside - self.last;
+        embedding.max(if tied { self.outside } else { self.last })
     }
 }
 
@@ -131,6 +140,7 @@ impl Subject {
         })?;
         let parts = |format: &WeightFormat| Parts {
             outside: format.outside_bytes(&architecture),
+            last: format.last_bytes(&architecture),
             layers: format.bytes(&architecture) - format.outside_bytes(&architecture),
         };
         Ok(Subject {
@@ -165,12 +175,8 @@ impl Subject {
     /// Elements of the largest matrix of a block.
     pub fn largest_matrix(&self) -> u64 {
         let shape = &self.architecture;
-        let attention = shape.heads * shape.head_dim * if shape.output_gate { 2 } else { 1 };
-        let ffn = shape.experts.map_or(shape.ffn, |experts| match experts.dense_layers {
-            0 => experts.ffn,
-            _ => shape.ffn,
-        });
-        (shape.hidden * attention.max(ffn)) as u64
+        let matrices = (0..shape.layers).flat_map(|layer| shape.matrices(layer));
+        matrices.map(|[inputs, outputs, _]| inputs * outputs).max().unwrap_or(0)
     }
 }
 
@@ -182,5 +188,8 @@ impl Parts {
             at.is_some_and(|at| name[at + part.len()..].starts_with(|c: char| c.is_ascii_digit()))
         });
         *if in_block { &mut self.layers } else { &mut self.outside } += bytes;
+        let is_last =
+            ["lm_head.", "output.weight", "output_norm.", "model.norm."].iter().any(|part| name.starts_with(part));
+        self.last += if is_last { bytes } else { 0 };
     }
 }

@@ -73,6 +73,9 @@ pub enum Recompute {
     Full,
 }
 
+/// More bytes than there are anywhere.
+const ENDLESS: u128 = 1 << 60;
+
 /// What lies in the host's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -127,7 +130,7 @@ pub struct Spent {
     pub gradient_bytes: u64,
     /// The optimizer's states.
     pub optimizer_bytes: u64,
-    /// The unit that stage 3 gathers: parameters and gradients of the largest, in 16 bits.
+    /// The unit in work, where parameters lie elsewhere (stage 3, or the host): the largest, and its gradients in 16 bits.
     pub gathered_bytes: u64,
     /// What blocks keep for the backward pass.
     pub activation_bytes: u64,
@@ -231,8 +234,10 @@ impl Training<'_> {
         let held_by = self.tensor_parallel * self.pipeline;
         let states =
             |parameters: u64, optimizer| states(parameters.div_ceil(held_by), optimizer, self.zero, self.data_parallel);
-        let [parameter, gradient, optimizer] = match self.adapters {
-            None => states(self.subject.parameters, self.optimizer),
+        let largest = (0..shape.layers).map(|layer| shape.layer(layer).block()).max().unwrap_or(0);
+        let largest = largest.max((shape.vocab * shape.hidden) as u64) / self.tensor_parallel;
+        let ([parameter, gradient, optimizer], unit) = match self.adapters {
+            None => (states(self.subject.parameters, self.optimizer), 4 * largest),
             Some(Adapters { rank, base }) => {
                 // Kept in f32 they are their own master copy.
                 let own = Optimizer {
@@ -242,22 +247,31 @@ impl Training<'_> {
                     ..self.optimizer
                 };
                 let [parameter, gradient, optimizer] = states(adapter_parameters(self.subject, rank), own);
-                [parameter + self.subject.weight_bytes(Some(base)).total().div_ceil(held_by), gradient, optimizer]
+                let base = self.subject.weight_bytes(Some(base)).total();
+                let shared = held_by * if self.zero >= 3 { self.data_parallel } else { 1 };
+                // A frozen unit has no gradients, and comes as it is kept.
+                let unit = u128::from(base) * u128::from(largest) / u128::from(self.subject.parameters);
+                ([parameter + base.div_ceil(shared), gradient, optimizer], unit as u64)
             }
         };
-        let largest = (0..shape.layers).map(|layer| shape.layer(layer).block()).max().unwrap_or(0);
-        let largest = largest.max((shape.vocab * shape.hidden) as u64) / self.tensor_parallel;
-        let gathered_bytes = if self.zero >= 3 && self.data_parallel > 1 { 4 * largest } else { 0 };
+        let comes = self.zero >= 3 && self.data_parallel > 1 || self.offload == Offload::All;
+        let gathered_bytes = if comes { unit } else { 0 };
         let tokens = (self.micro_batch * self.context) as f64;
         // A pipeline's first stage holds as many micro-batches as there are stages: layers of one card times stages.
         let kept = tokens * shape.layers as f64 * self.block_bytes_per_token();
-        let one_more = match self.recompute {
-            Recompute::Full => {
-                tokens * Training { recompute: Recompute::Selective, ..self.clone() }.block_bytes_per_token()
-            }
-            _ => 0.0,
-        };
+        // The block that is being computed again holds all that it needs for its backward pass, its scores too.
+        let with = |recompute| Training { recompute, ..self.clone() }.block_bytes_per_token();
+        let one_more = tokens
+            * match self.recompute {
+                Recompute::None => 0.0,
+                Recompute::Selective => with(Recompute::None) - with(Recompute::Selective),
+                Recompute::Full => with(Recompute::None),
+            };
         let loss = 10.0 * tokens * shape.vocab as f64 / self.tensor_parallel as f64;
+        // What is offloaded is shared out from stage 1 on: a card keeps and moves the gradients of its own part.
+        let owned =
+            |bytes: u64, from| if (1..from).contains(&self.zero) { bytes.div_ceil(self.data_parallel) } else { bytes };
+        let gradient = if self.offload == Offload::None { gradient } else { owned(gradient, 2) };
         let (mut here, mut host) = ([parameter, gradient, optimizer], 0);
         let moved = match self.offload {
             Offload::None => 0..0,
@@ -265,11 +279,11 @@ impl Training<'_> {
             Offload::All => 0..3,
         };
         here[moved].iter_mut().for_each(|bytes| host += std::mem::take(bytes));
-        // Gradients go down and new parameters come up; parameters that lie there come up for both passes.
+        // Gradients go down and new parameters come up, of a card's own part; parameters that lie there come up for both passes.
         let link = match self.offload {
             Offload::None => 0,
-            Offload::Optimizer => gradient + parameter,
-            Offload::All => gradient + 3 * parameter,
+            Offload::Optimizer => gradient + owned(parameter, 3),
+            Offload::All => gradient + 2 * parameter,
         };
         Spent {
             parameter_bytes: here[0],
@@ -328,20 +342,18 @@ impl Training<'_> {
                 "it must not be more than the model's query heads",
             );
         }
-        let tokens = self.micro_batch as f64 * self.context as f64;
-        if tokens * self.subject.layers as f64 * self.block_bytes_per_token() > 2f64.powi(60) {
-            return Err(PlanError::Overflow { what: "a step" });
+        let spent = self.spent();
+        let terms = spent.terms().map(|(_, bytes)| bytes).into_iter().chain([spent.host_bytes, spent.link_bytes]);
+        match terms.map(u128::from).sum::<u128>() {
+            0..=ENDLESS => Ok(()),
+            _ => Err(PlanError::Overflow { what: "a step" }),
         }
-        Ok(())
     }
 }
 
-/// Numbers in adapters of a rank on every matrix of all blocks.
+/// Numbers in adapters of a rank on every matrix of all blocks, experts and their routers included.
 pub fn adapter_parameters(subject: &Subject, rank: u64) -> u64 {
     let shape = &subject.architecture;
-    let [hidden, ffn] = [shape.hidden, shape.ffn].map(|n| n as u64);
-    let (q, kv) = ((shape.heads * shape.head_dim) as u64, (shape.kv_heads * shape.head_dim) as u64);
-    let attention = (hidden + q) * 2 + (hidden + kv) * 2;
-    let mlp = (hidden + ffn) * if shape.gpt { 2 } else { 3 };
-    rank * shape.layers as u64 * (attention + mlp)
+    let matrices = (0..shape.layers).flat_map(|layer| shape.matrices(layer));
+    rank * matrices.map(|[inputs, outputs, count]| count * (inputs + outputs)).sum::<u64>()
 }

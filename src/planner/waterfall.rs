@@ -91,7 +91,7 @@ pub struct Waterfall {
     pub fits: bool,
     /// The largest context that fits; `None` when none does.
     pub max_context_tokens: Option<u64>,
-    /// The guilty term: the largest of those that grow fastest, or what is largest when nothing fits.
+    /// The guilty term: the largest of the fullest phase.
     pub guilty_term: &'static str,
     /// One sentence.
     pub verdict: String,
@@ -175,6 +175,7 @@ impl Scenario<'_> {
         let rows =
             if self.chunk.is_some() || phase == Phase::Decode { Growth::Constant } else { bounded(Growth::Linear) };
         let times = if batch > 1 { format!(" x {batch} sequences") } else { String::new() };
+        let cards = if self.tensor_parallel * self.pipeline > 1 { " of the fullest card" } else { "" };
         match term {
             "weights" => {
                 let (known, numbers) = match (self.weights, subject.held) {
@@ -197,26 +198,35 @@ impl Scenario<'_> {
                 Growth::Constant,
             ),
             "kv" => {
-                let token = self.kv_token_bytes();
-                let state = match subject.state_bytes {
+                let (token, states) = (self.card_token_bytes(), self.card_state_bytes());
+                let state = match states {
                     0 => String::new(),
-                    bytes => format!(" + states of {} B", n(bytes)),
+                    bytes => format!(" + states of {} B{times}", n(bytes)),
                 };
-                let held = at.kv / u128::from(token.max(1) * batch);
-                let windows =
-                    if subject.groups.iter().any(|group| group.window.is_some()) { " on average" } else { "" };
-                let numbers =
-                    format!("{} B a token in {} x {} tokens{windows}{times}{state}", n(token), self.kv, grouped(held));
+                let of_tokens = at.kv - u128::from(states) * u128::from(batch);
+                let held = of_tokens / u128::from(token.max(1) * batch);
+                let windows = subject.groups.iter().filter_map(|group| group.window);
+                let average = if windows.clone().next().is_some() { " on average" } else { "" };
+                let numbers = format!(
+                    "{} B a token{cards} in {} x {} tokens{average}{times}{state}",
+                    n(token),
+                    self.kv,
+                    grouped(held)
+                );
                 let formula = "sum over layers of Hkv x (key row + value row) x min(tokens, window)";
-                (formula, numbers, Known::Formula, bounded(Growth::Linear))
+                // Lists that are as long as their windows grow no further.
+                let full = windows.filter(|&window| window as u64 <= self.context).count() == subject.groups.len();
+                (formula, numbers, Known::Formula, if full { Growth::Constant } else { bounded(Growth::Linear) })
             }
             "scores" => {
+                let heads = (subject.heads as u64).div_ceil(self.tensor_parallel);
+                let row = self.attention.score_bytes() * heads;
+                let keys = at.scores / (u128::from(row) * u128::from(tokens * batch)).max(1);
                 let numbers = format!(
-                    "{} B x {} heads x {} queries x {} keys{times}",
+                    "{} B x {heads} heads{cards} x {} queries x {} keys{times}",
                     self.attention.score_bytes(),
-                    subject.heads,
                     n(tokens),
-                    n(self.context)
+                    grouped(keys)
                 );
                 let growth = if rows == Growth::Linear { Growth::Quadratic } else { Growth::Linear };
                 ("B x Hq x Lq x Lk x bytes of a score, of one layer", numbers, Known::Formula, bounded(growth))
@@ -251,7 +261,10 @@ impl Scenario<'_> {
                 let (numbers, growth) = match self.allocation {
                     Allocation::Exact => (String::new(), Growth::Constant),
                     Allocation::Paged(page) => (format!("pages of {page} tokens{times}"), Growth::Constant),
-                    Allocation::Reserved(most) => (format!("{} tokens reserved{times}", n(most)), Growth::Constant),
+                    Allocation::Reserved(most) => {
+                        let most = most.unwrap_or(self.context + self.output);
+                        (format!("{} tokens reserved{times}", n(most)), Growth::Constant)
+                    }
                 };
                 ("room for tokens that is taken and empty", numbers, Known::Formula, growth)
             }
@@ -288,7 +301,7 @@ impl Scenario<'_> {
         let card = match self.memory {
             Memory::Gpu(gpu) => format!("{} ({} MiB)", gpu.name, grouped(u128::from(gpu.mib))),
             Memory::Bytes(bytes) if bytes >= 1 << 60 => "any card".into(),
-            Memory::Bytes(bytes) => format!("{} GiB", gib(u128::from(bytes))),
+            Memory::Bytes(bytes) | Memory::Host(bytes) => format!("{} GiB", gib(u128::from(bytes))),
         };
         let cards = self.tensor_parallel * self.pipeline;
         let cards = if cards > 1 { format!("{cards} x ") } else { String::new() };

@@ -59,9 +59,44 @@ pub struct Early {
 impl WeightFormat {
     /// Bytes outside of blocks.
     pub fn outside_bytes(&self, model: &Architecture) -> u64 {
-        let Counts { embedding, head, vectors, .. } = model.outside();
+        self.embedding_bytes(model) + self.last_bytes(model)
+    }
+
+    /// Bytes of the token table, and of positions that are looked up beside it.
+    fn embedding_bytes(&self, model: &Architecture) -> u64 {
         let table = if model.tied { self.bits.head } else { self.bits.embedding };
-        bytes(&[(embedding, table), (head, self.bits.head), (vectors, self.bits.vectors)])
+        bytes(&[(model.outside().embedding, self.in_rows(table, model.hidden))])
+    }
+
+    /// Bytes behind the last block: the output matrix, where it is not the token table, and vectors.
+    pub fn last_bytes(&self, model: &Architecture) -> u64 {
+        let Counts { head, vectors, .. } = model.outside();
+        bytes(&[(head, self.in_rows(self.bits.head, model.hidden)), (vectors, self.bits.vectors)])
+    }
+
+    /// Bits of an element in rows of `width`: where these are not whole blocks of a type of GGUF's, those of the type that
+    /// llama.cpp takes in its place.
+    fn in_rows(&self, bits: f64, width: usize) -> f64 {
+        let is_super = self.is_super(bits);
+        match (bits, width) {
+            (_, width) if width.is_multiple_of(256) => bits,
+            (_, width) if !width.is_multiple_of(32) && (is_super || BLOCKS_OF_32.contains(&bits)) => 16.0,
+            _ if !is_super => bits,
+            (6.5625, _) => 8.5,
+            (5.5, _) => 6.0,
+            (4.5, _) => 5.5,
+            _ => 4.5,
+        }
+    }
+
+    /// Whether so many bits are super-blocks of 256; of 4.5 and 5.5 the format says it.
+    fn is_super(&self, bits: f64) -> bool {
+        match bits {
+            2.625 | 3.4375 | 4.25 | 6.5625 => true,
+            4.5 => !["q4_0", "iq4_nl"].contains(&self.name.as_str()),
+            5.5 => self.name != "q5_0",
+            _ => false,
+        }
     }
 
     /// Bytes of block `layer`.
@@ -73,11 +108,17 @@ impl WeightFormat {
         };
         let grouped_v = grouped_v.filter(|_| model.heads >= 4 * model.kv_heads);
         let counts = model.layer(layer);
+        let v = more.or(first(|early, _| early.v)).or(grouped_v).or(self.bits.v).unwrap_or(layers);
+        // llama.cpp's rule for models of 70 billion parameters, whose values are few.
+        let is_large = model.layers == 80 && model.heads > model.kv_heads && self.is_super(v);
+        let v = if is_large && [3.4375, 4.5].contains(&v) { 5.5 } else { v };
+        let down = more.or(first(|early, all| all / early.down)).or(self.bits.down).unwrap_or(layers);
+        let inner = model.experts.filter(|experts| layer >= experts.dense_layers).map_or(model.ffn, |one| one.ffn);
         bytes(&[
-            (counts.v, more.or(first(|early, _| early.v)).or(grouped_v).or(self.bits.v).unwrap_or(layers)),
-            (counts.o, self.bits.o.unwrap_or(layers)),
-            (counts.down, more.or(first(|early, all| all / early.down)).or(self.bits.down).unwrap_or(layers)),
-            (counts.matrices, layers),
+            (counts.v, self.in_rows(v, model.hidden)),
+            (counts.o, self.in_rows(self.bits.o.unwrap_or(layers), model.heads * model.head_dim)),
+            (counts.down, self.in_rows(down, inner)),
+            (counts.matrices, self.in_rows(layers, model.hidden)),
             (counts.vectors, vectors),
         ])
     }
@@ -87,6 +128,9 @@ impl WeightFormat {
         self.outside_bytes(model) + (0..model.layers).map(|layer| self.layer_bytes(model, layer)).sum::<u64>()
     }
 }
+
+/// Bits of the types of GGUF whose blocks have 32 elements.
+const BLOCKS_OF_32: [f64; 5] = [4.5, 5.0, 5.5, 6.0, 8.5];
 
 /// llama.cpp's `use_more_bits`: the first and the last eighth of the layers, and every third between.
 fn is_favoured(layer: usize, layers: usize) -> bool {

@@ -114,7 +114,7 @@ fn chart(id: &str, title: String, scenario: &Scenario<'_>, caption: &str, series
 fn capacity(memory: Memory) -> Rule {
     let label = match memory {
         Memory::Gpu(gpu) => format!("{}: {}", gpu.name, bytes(gpu.bytes())),
-        Memory::Bytes(there) => bytes(there),
+        Memory::Bytes(there) | Memory::Host(there) => bytes(there),
     };
     Rule { y: memory.bytes() as f64, label }
 }
@@ -203,7 +203,7 @@ fn room(scenario: &Scenario<'_>) -> Chart {
         ("what its tokens take", Allocation::Exact),
         ("pages of 256 tokens", Allocation::Paged(256)),
         ("pages of 512 tokens", Allocation::Paged(512)),
-        ("2048 tokens reserved", Allocation::Reserved(ROOM.0)),
+        ("2048 tokens reserved", Allocation::Reserved(Some(ROOM.0))),
     ];
     let contexts: Vec<u64> = (ROOM.1 as u64..=ROOM.0).step_by(ROOM.1).collect();
     let series = kinds.into_iter().enumerate().map(|(place, (name, allocation))| {

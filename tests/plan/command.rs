@@ -69,6 +69,82 @@ fn json_has_every_number() {
     assert!(json("published").as_array().unwrap().len() >= 30);
 }
 
+/// Bytes of one card of several are those that it holds: whole layers, whole heads, one end of a pipeline.
+#[test]
+fn the_fullest_card_of_several_is_counted() {
+    let term = |arguments: &str, name: &str, key: &str| {
+        let plan = json(&format!("--gpu h100 {arguments}"));
+        let terms = plan["terms"].as_array().unwrap().clone();
+        terms.iter().find(|term| term["term"] == name).map_or(0, |term| term[key].as_u64().unwrap())
+    };
+    let table = 128_256 * 4096 * 2;
+    let layer = (8_030_261_248 * 2 - 2 * table - 4096 * 2) / 32;
+    for (stages, layers) in [(2, 16), (3, 11), (32, 1)] {
+        let weights = term(&format!("--model llama-3-8b --pipeline {stages}"), "weights", "load_bytes");
+        assert_eq!(weights, layers * layer + table + 4096 * 2, "{stages} stages");
+    }
+    let kv = |arguments: &str| term(arguments, "kv", "prefill_bytes");
+    // 80 layers over 64 cards: two on some; 8 KV heads over 5: two on some.
+    assert_eq!(kv("--model llama-3-70b --pipeline 64"), 2 * kv("--model llama-3-70b --pipeline 80"));
+    assert_eq!(4 * kv("--model llama-3-8b --tensor-parallel 5"), kv("--model llama-3-8b"));
+    let metadata = |arguments: &str| {
+        term(&format!("--model llama-3-8b --allocation paged {arguments}"), "metadata", "prefill_bytes")
+    };
+    assert_eq!(8 * metadata("--tensor-parallel 8"), metadata(""));
+    assert!(json("--model qwen3-next-80b-a3b --gpu h200 --tensor-parallel 2")["fits"].is_boolean());
+}
+
+/// A context that is too short for a fraction of it is asked for whether there is room, and never counts as one that fits.
+#[test]
+fn budgets_that_leave_nothing_do_not_make_room() {
+    let most =
+        |arguments: &str| json(&format!("max-context --model llama-3-8b {arguments}"))["max_context_tokens"].clone();
+    assert_eq!(most("--gpu 1B --policy h2o --budget 0.01"), 0);
+    let plan = json("--model llama-3-8b --gpu t4");
+    let levers = plan["levers"].as_array().unwrap();
+    assert!(
+        levers.iter().all(|lever| lever["max_context_tokens"].as_u64().is_none_or(|tokens| tokens > 16)),
+        "{levers:?}"
+    );
+    assert!(json("--model llama-3-8b --gpu h100 --context 1")["fits"].as_bool().unwrap());
+    // Room is reserved for the context that is tried, not for the one that was asked about.
+    let longest = |context: &str| most(&format!("--gpu 24GiB --profile llama.cpp --context {context}"));
+    assert_eq!(longest("1k"), longest("8k"));
+    assert!(longest("64k").as_u64().unwrap() > 8192);
+    // More cards cost doublings of all of them.
+    let two = json("--model llama-3-8b --gpu rtx-4090 --pipeline 2");
+    let named = |name: &str| two["levers"].as_array().unwrap().iter().find(|lever| lever["lever"] == name).cloned();
+    assert!(named("4 cards, 2 to each layer").unwrap()["price"].as_f64().unwrap() >= 2.0);
+}
+
+/// Frozen weights are divided by stage 3 too, and what lies on the host comes back for the unit in work.
+#[test]
+fn training_counts_what_a_card_holds_and_sends() {
+    let train = |arguments: &str| json(&format!("train --model llama-3-8b --gpu h100 {arguments}"));
+    let of = |answer: &Value, key: &str| answer[key].as_u64().unwrap();
+    let lora = train("--adapters 16 --zero 3 --data-parallel 8");
+    let base = 8_030_261_248 * 2;
+    assert!((base / 8..base / 8 + 200_000_000).contains(&of(&lora, "parameter_bytes")), "{lora}");
+    let table = 128_256 * 4096;
+    assert_eq!(of(&lora, "gathered_bytes"), 2 * table);
+    assert_eq!(of(&train("--offload all"), "gathered_bytes"), 4 * table);
+    // A card sends its part of gradients, and gets its part of parameters.
+    let sent = train("--zero 2 --data-parallel 64 --offload optimizer");
+    assert!(of(&sent, "link_bytes").abs_diff(2 * base / 64) < 100, "{sent}");
+    assert_eq!(of(&sent, "link_bytes"), of(&train("--zero 1 --data-parallel 64 --offload optimizer"), "link_bytes"));
+    // The block that is computed again holds its scores.
+    let activations = |arguments: &str| of(&train(&format!("--context 8k {arguments}")), "activation_bytes");
+    for recompute in ["selective", "full"] {
+        let more = activations(&format!("--recompute {recompute} --attention naive"))
+            - activations(&format!("--recompute {recompute}"));
+        assert!(more.abs_diff(5 * 32 * 8192 * 8192) < 8192 * 32 * 8, "{recompute}: {more}");
+    }
+    // Every expert has its adapters, and the router too.
+    let moe = json("train --model mixtral-8x7b --gpu h100 --adapters 16");
+    let numbers = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 8 * 3 * (4096 + 14_336) + 4096 + 8);
+    assert_eq!(of(&moe, "gradient_bytes"), 4 * numbers);
+}
+
 #[test]
 fn what_is_wrong_is_told_in_one_line_with_status_2() {
     let cases = [
@@ -97,6 +173,14 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("--model Nosuch:hidden_size=1 --gpu h100", "architecture 'Nosuch' is not understood"),
         ("--model llama-3-8b --gpu h100 --concurrency 0", "--concurrency is 0"),
         ("--model llama-3-8b --gpu h100 --profile ollama", "it is eager, sdpa, vllm or llama.cpp"),
+        ("--model llama-3-8b --gpu h100 --output-tokens 18446744073709551615", "is not a token count"),
+        ("--model llama-3-8b --gpu h100 --allocation reserved:1k", "context and output are 8192 tokens"),
+        ("gpus --model llama-3-8b --gpu h100", "--gpu has no meaning for plan gpus"),
+        ("measure --model builtin --allocation paged", "--allocation has no meaning for plan measure"),
+        (
+            "train --model gemma-3-1b --gpu h100 --recompute full --micro-batch 268435456 --context 32k",
+            "a step comes to more than 2^60 bytes",
+        ),
         ("measure --model llama-3-8b", "kvsieve measures a folder or a GGUF file"),
         ("measure --model builtin --policy snapkv --budget 0.5", "without eviction"),
         ("explain kvs --model llama-3-8b", "unknown term 'kvs'; near it are kv"),
@@ -106,7 +190,9 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("scale --model llama-3-8b --gpu 80GiB", "--gpu is '80GiB'; times need a card of `kvsieve list gpus`"),
         ("scale --model llama-3-8b --gpu h100 --ranks 0", "--ranks is 0; it must be 1 to 524288"),
         ("scale --model llama-3-8b --gpu h100 --ranks 8 --context 8", "--ranks is 8; it must be 1 to 4"),
-        ("scale --model llama-3-8b --gpu h100 --per-node 0", "--per-node is 0; a node has at least 1 card"),
+        ("scale --model llama-3-8b --gpu h100 --per-node 0", "--per-node is 0; a node has 1 to 1048576 cards"),
+        ("scale --model llama-3-8b --gpu h100 --context 1", "--context is 1; a ring needs at least 2 tokens"),
+        ("scale --model gpt-neox-20b --gpu h100 --kv-format q4_k", "the head dim is 96"),
         ("scale --model llama-3-8b --gpu h100 --network infiniband", "unknown network 'infiniband'; near it are"),
         ("audit src", "there is no run in it"),
         ("allocator Cargo.toml", "not a list of events"),

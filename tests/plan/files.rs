@@ -86,7 +86,10 @@ fn a_config_is_the_preset_that_was_made_from_it() {
 #[test]
 fn what_a_config_lacks_is_an_error_and_never_a_guess() {
     let cases = [
-        (json!({"num_key_value_heads": null}), "num_key_value_heads is missing"),
+        (
+            json!({"architectures": ["MistralForCausalLM"], "num_key_value_heads": null}),
+            "num_key_value_heads is missing",
+        ),
         (json!({"vocab_size": null}), "vocab_size is missing"),
         (json!({"max_position_embeddings": null}), "max_position_embeddings is missing"),
         (json!({"hidden_size": -4096}), "hidden_size is -4096; it must be a whole number"),
@@ -111,6 +114,9 @@ fn what_a_config_lacks_is_an_error_and_never_a_guess() {
         let error = Subject::find(&path).unwrap_err().to_string();
         assert!(error.contains(expected), "{changes}: {error}");
     }
+    // What its class says is no guess.
+    let (_folder, path) = config(&with(&json!({"num_key_value_heads": null})));
+    assert_eq!(Subject::find(&path).unwrap().architecture.kv_heads, 32);
     let (_folder, path) = config(&json!([1]));
     assert!(Subject::find(&path).unwrap_err().to_string().contains("it must be a JSON object"));
 }

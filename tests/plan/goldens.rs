@@ -176,16 +176,25 @@ fn quantised_weights_have_their_scales_and_their_16_bit_tables() {
 /// Every mixture that `kvsieve quantize` writes takes what the table of weight formats says, to the byte.
 #[test]
 fn gguf_formats_are_the_mixtures_that_are_written() {
-    let llama = |kv_heads: usize| {
-        serde_json::json!({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
-            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": kv_heads, "intermediate_size": 14336,
+    let llama = |[layers, hidden, heads, kv_heads, ffn]: [usize; 5]| {
+        serde_json::json!({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": ffn,
             "vocab_size": 128_256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
-            "tie_word_embeddings": false, "hidden_act": "silu"})
+            "tie_word_embeddings": ffn == 1536, "hidden_act": "silu"})
     };
+    let shapes = [
+        [32, 4096, 32, 8, 14336],
+        [32, 4096, 32, 32, 14336],
+        [80, 8192, 64, 8, 28672],
+        // Rows that are no whole super-blocks, as SmolLM2's and Qwen2.5-0.5B's; and no whole blocks.
+        [30, 576, 9, 3, 1536],
+        [24, 896, 14, 2, 4864],
+        [4, 48, 3, 3, 112],
+    ];
     let mut held = 0;
-    for kv_heads in [8, 32] {
+    for shape in shapes {
         let folder = tempfile::TempDir::new().unwrap();
-        std::fs::write(folder.path().join("config.json"), llama(kv_heads).to_string()).unwrap();
+        std::fs::write(folder.path().join("config.json"), llama(shape).to_string()).unwrap();
         let subject = Subject::find(&folder.path().join("config.json")).unwrap();
         let config = Config::read(folder.path()).unwrap();
         for format in WEIGHT_FORMATS.iter() {
@@ -193,17 +202,12 @@ fn gguf_formats_are_the_mixtures_that_are_written() {
             let written: usize = mixture.plan(&config).iter().map(|planned| planned.bytes()).sum();
             // Norms of a GGUF file are f32, those of bf16 weights are not.
             if format.name != "bf16" {
-                assert_eq!(
-                    subject.weight_bytes(Some(format)).total(),
-                    written as u64,
-                    "{} with {kv_heads}",
-                    format.name
-                );
+                assert_eq!(subject.weight_bytes(Some(format)).total(), written as u64, "{} of {shape:?}", format.name);
                 held += 1;
             }
         }
     }
-    assert_eq!(held, 2 * 15, "all mixtures of blocks");
+    assert_eq!(held, shapes.len() * 15, "all mixtures of blocks");
 }
 
 fn training(subject: &Subject) -> Training<'_> {
@@ -364,4 +368,20 @@ fn the_table_of_losses_is_that_of_the_records() {
         assert!(measured.contains(&loss.kl_nats), "{loss:?}: {measured:?}");
     }
     assert!(LOSSES.len() > 100);
+}
+
+/// The linear layers that adapters are put beside are the matrices that parameters are counted by.
+#[test]
+fn matrices_are_those_that_are_counted() {
+    for model in MODELS.iter() {
+        for layer in 0..model.layers {
+            let counts = model.layer(layer);
+            let found: u64 =
+                model.matrices(layer).into_iter().map(|[rows, columns, count]| rows * columns * count).sum();
+            let convolution = model.linear.filter(|linear| layer < linear.layers).map_or(0, |linear| {
+                ((2 * linear.key_heads * linear.key_dim + linear.value_heads * linear.value_dim) * linear.conv) as u64
+            });
+            assert_eq!(found + convolution, counts.block() - counts.vectors, "{} {layer}", model.name);
+        }
+    }
 }

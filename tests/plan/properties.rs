@@ -38,7 +38,7 @@ fn scenario<'a>(
         attention: [Attention::Naive, Attention::Minimal, Attention::Tiled][attention],
         kv: ["bf16", "int8", "q4_0", "k=int8,v=bf16"][kv].parse().unwrap(),
         logits: [Logits::Last, Logits::All][logits],
-        allocation: [Allocation::Exact, Allocation::Paged(16), Allocation::Paged(256), Allocation::Reserved(4096)]
+        allocation: [Allocation::Exact, Allocation::Paged(16), Allocation::Paged(256), Allocation::Reserved(None)]
             [allocation],
         chunk: [None, Some(512), Some(2048)][chunk],
         eviction: eviction.map(|(policy, budget, chunk_tokens)| Eviction {

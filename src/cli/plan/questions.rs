@@ -49,7 +49,11 @@ pub fn most(asked: &Asked, of_context: bool) -> Result<(), Failure> {
     let max_batch = if of_context { None } else { Some(scenario.max_batch()?.unwrap_or(0)) };
     let answer = Most { model: &subject.name, batch, context_tokens: context, max_context_tokens, max_batch };
     let what = if of_context { "tokens" } else { "sequences" };
-    asked.report.give(&answer, || text::most(&scenario, what, max_context_tokens.or(max_batch).unwrap_or(0)))
+    let most = max_context_tokens.or(max_batch).unwrap_or(0);
+    // The least that was asked for, where that is too much already.
+    let least = Scenario { batch: if of_context { batch } else { 1 }, ..scenario.clone() };
+    let least = least.peak(if of_context { 1 } else { context });
+    asked.report.give(&answer, || text::most(&scenario, what, most, least.ok().map(|(_, bytes)| bytes)))
 }
 
 /// Two models in the same place.
@@ -175,6 +179,7 @@ pub struct Gpus {
 }
 
 pub fn gpus(args: &Gpus) -> Result<(), Failure> {
+    args.scenario.check_for_all_cards()?;
     let subject = args.scenario.subject()?;
     let scenario = args.scenario.scenario_in(&subject, Memory::ENDLESS)?;
     let cards = cards(&scenario)?;
@@ -410,6 +415,7 @@ const SHORTER: u32 = 3;
 
 pub fn measure(args: &MeasureArgs) -> Result<(), Failure> {
     args.output.as_deref().map_or(Ok(()), |folder| output::check_folder("--output", folder))?;
+    args.scenario.check_for_measure()?;
     let subject = args.scenario.subject()?;
     let longest = args.scenario.scenario_in(&subject, Memory::ENDLESS)?;
     let cpu = Cpu::new(None)?;

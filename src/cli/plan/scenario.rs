@@ -26,7 +26,7 @@ pub struct ScenarioArgs {
     #[arg(long, value_name = "N", default_value = "8k", value_parser = tokens, allow_negative_numbers = true)]
     pub context: u64,
     /// Tokens that each sequence is given behind its prompt
-    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value = "0", value_parser = tokens_or_none, allow_negative_numbers = true)]
     output_tokens: u64,
     /// Sequences whose prompts are read together
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
@@ -53,8 +53,8 @@ pub struct ScenarioArgs {
     /// How weights are kept (see `kvsieve list weights`) [default: as in the model's files, else bf16]
     #[arg(long, value_name = "FORMAT")]
     weights: Option<String>,
-    /// Room for keys and values: exact, paged[:N tokens], or reserved:N tokens for each sequence
-    /// [default: exact]
+    /// Room for keys and values: exact, paged[:N tokens], or reserved[:N tokens] for each sequence, its context and
+    /// output where no number is given [default: exact]
     #[arg(long, value_name = "HOW", value_parser = allocation)]
     allocation: Option<Allocation>,
     /// Eviction policy (see `kvsieve list policies`)
@@ -73,12 +73,28 @@ pub struct ScenarioArgs {
     #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
     offload_layers: u64,
     /// Context, libraries and other processes on the card, as 0.5GB [default: 0.5GB; with --gpu here, what is taken now]
-    #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes, allow_negative_numbers = true)]
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, allow_negative_numbers = true)]
     overhead: Option<u64>,
+}
+
+/// Refuses an option that would change nothing of an answer.
+fn unused(given: bool, option: &str, question: &str) -> Result<(), Failure> {
+    match given {
+        true => Err(Failure::usage(format!("{option} has no meaning for {question}; leave it out"))),
+        false => Ok(()),
+    }
 }
 
 pub fn tokens(text: &str) -> Result<u64, String> {
     units::parse_tokens(text).map(|tokens| tokens as u64)
+}
+
+fn tokens_or_none(text: &str) -> Result<u64, String> {
+    if text == "0" { Ok(0) } else { tokens(text) }
+}
+
+pub fn bytes_or_none(text: &str) -> Result<u64, String> {
+    if ["0", "0B"].contains(&text) { Ok(0) } else { units::parse_bytes(text) }
 }
 
 /// How a program runs a model.
@@ -101,15 +117,15 @@ fn profile(text: &str) -> Result<Profile, String> {
 }
 
 impl Profile {
-    /// Attention, format of keys and values, room for `tokens` of them, tokens of a pass.
-    fn options(self, tokens: u64) -> (Attention, &'static str, Allocation, Option<u64>) {
+    /// Attention, format of keys and values, room for them, tokens of a pass of each of `batch` sequences.
+    fn options(self, batch: u64) -> (Attention, &'static str, Allocation, Option<u64>) {
         match self {
             Profile::Eager => (Attention::Naive, "bf16", Allocation::Exact, None),
             Profile::Sdpa => (Attention::Tiled, "bf16", Allocation::Exact, None),
-            // Its defaults: blocks of 16 tokens, 2048 tokens of a step.
-            Profile::Vllm => (Attention::Tiled, "bf16", Allocation::Paged(16), Some(2048)),
+            // Its defaults: blocks of 16 tokens, 2048 tokens of a step, whichever sequences they are of.
+            Profile::Vllm => (Attention::Tiled, "bf16", Allocation::Paged(16), Some((2048 / batch.max(1)).max(1))),
             // Its defaults without flash attention: a cache of the whole context, scores in f32, micro-batches of 512.
-            Profile::LlamaCpp => (Attention::Minimal, "f16", Allocation::Reserved(tokens), Some(512)),
+            Profile::LlamaCpp => (Attention::Minimal, "f16", Allocation::Reserved(None), Some(512)),
         }
     }
 }
@@ -136,8 +152,9 @@ fn allocation(text: &str) -> Result<Allocation, String> {
         None if text == "exact" => Ok(Allocation::Exact),
         None if text == "paged" => Ok(Allocation::Paged(16)),
         Some(("paged", page)) => tokens(page).map(Allocation::Paged),
-        Some(("reserved", most)) => tokens(most).map(Allocation::Reserved),
-        _ => Err("it is exact, paged, paged:16 or reserved:8k".into()),
+        None if text == "reserved" => Ok(Allocation::Reserved(None)),
+        Some(("reserved", most)) => tokens(most).map(|most| Allocation::Reserved(Some(most))),
+        _ => Err("it is exact, paged, paged:16, reserved or reserved:8k".into()),
     }
 }
 
@@ -151,9 +168,9 @@ pub fn subject(model: &Path) -> Result<Subject, Failure> {
 pub fn memory(text: &str) -> Result<Memory, Failure> {
     if text == "here" {
         let gpu = Device::open(0).ok().map(|device| device.total_bytes());
-        let bytes = gpu.or_else(|| os::machine().map(|machine| machine.total_bytes));
+        let host = || os::machine().map(|machine| Memory::Host(machine.total_bytes));
         let unknown = || Failure::usage("--gpu here: the system does not tell its memory; give bytes as 16GiB".into());
-        return bytes.map(Memory::Bytes).ok_or_else(unknown);
+        return gpu.map(Memory::Bytes).or_else(host).ok_or_else(unknown);
     }
     match gpu(text) {
         Ok(gpu) => Ok(Memory::Gpu(gpu)),
@@ -194,6 +211,20 @@ impl ScenarioArgs {
         gpu.or_else(|| os::machine().map(|machine| machine.total_bytes.saturating_sub(machine.available_bytes)))
     }
 
+    /// Refuses what a table of every card and every weight format answers by itself.
+    pub fn check_for_all_cards(&self) -> Result<(), Failure> {
+        unused(self.gpu.is_some(), "--gpu", "plan gpus, which asks of every card")?;
+        unused(self.weights.is_some(), "--weights", "plan gpus, which asks of every weight format")
+    }
+
+    /// Refuses what a run of kvsieve on this CPU does not have.
+    pub fn check_for_measure(&self) -> Result<(), Failure> {
+        let run = "plan measure, which runs the model here";
+        unused(self.gpu.is_some(), "--gpu", run)?;
+        unused(self.overhead.is_some(), "--overhead", run)?;
+        unused(self.allocation.is_some(), "--allocation", run)
+    }
+
     /// The scenario of a model, checked.
     pub fn scenario<'a>(&self, subject: &'a Subject) -> Result<Scenario<'a>, Failure> {
         self.scenario_in(subject, self.memory()?)
@@ -205,8 +236,7 @@ impl ScenarioArgs {
             (Some(policy), Some(budget)) => Some(eviction(policy, budget.parse()?)?),
             _ => None,
         };
-        let tokens = self.context.saturating_add(self.output_tokens);
-        let (attention, kv_format, allocation, chunk) = self.profile.options(tokens);
+        let (attention, kv_format, allocation, chunk) = self.profile.options(self.batch);
         let scenario = Scenario {
             subject,
             weights: self.weights.as_deref().map(weight_format).transpose()?,

@@ -2,6 +2,7 @@
 
 use crate::planner::levers::{Loss, Ranked, Remedy};
 use crate::planner::roofline::Times;
+use crate::planner::scenario::Bytes;
 use crate::planner::search::MOST;
 use crate::planner::{Phase, Scenario, Waterfall};
 use crate::units::{bytes, gb, gib, grouped, nanoseconds};
@@ -143,7 +144,7 @@ pub fn remedy(remedy: &Remedy) -> String {
         Loss::None => lever.clone(),
         of => format!("{lever} (KL {})", loss(of)),
     });
-    let time = remedy.time_factor.map_or(String::new(), |factor| format!(" A request takes x{factor:.2}."));
+    let time = remedy.time_factor.map_or(String::new(), |factor| format!(" A sequence takes x{factor:.2}."));
     let said = format!(
         "{tokens} tokens fit with {}: peak {} GiB.{time}",
         with.collect::<Vec<_>>().join(", "),
@@ -152,13 +153,15 @@ pub fn remedy(remedy: &Remedy) -> String {
     format!("\n{}", wrapped(&said, ""))
 }
 
-/// The most that fits.
-pub fn most(scenario: &Scenario<'_>, what: &str, most: u64) -> String {
+/// The most that fits, and where that is none what `least`, the smallest that was looked at, needs.
+pub fn most(scenario: &Scenario<'_>, what: &str, most: u64, least: Option<Bytes>) -> String {
     let answer = match most {
-        0 => format!(
-            "none: weights and context alone take {} GiB",
-            gib(scenario.weight_bytes() + u128::from(scenario.overhead_bytes))
-        ),
+        0 => least.map_or("none".into(), |least| {
+            let (term, bytes) = least.terms().into_iter().max_by_key(|(_, bytes)| *bytes).unwrap_or_default();
+            let there = gib(u128::from(scenario.memory.bytes()));
+            let need = gib(least.total());
+            format!("none: the least needs {need} GiB, {} GiB of it {term}; {there} GiB are there", gib(bytes))
+        }),
         MOST.. => format!("any number of {what}"),
         most => format!("{} {what}", grouped(u128::from(most))),
     };

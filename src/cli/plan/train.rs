@@ -1,6 +1,6 @@
 //! `kvsieve plan train`: memory of training on cards that share it.
 
-use super::scenario::{memory, subject, tokens};
+use super::scenario::{bytes_or_none, memory, subject, tokens};
 use super::{Reported, text};
 use crate::cli::failure::Failure;
 use crate::cli::output;
@@ -9,7 +9,7 @@ use crate::planner::presets::{near, weight_format};
 use crate::planner::scenario::{DEFAULT_OVERHEAD, Memory};
 use crate::planner::train::{Adapters, OPTIMIZERS, Offload, Optimizer, Recompute, Spent, Training};
 use crate::report;
-use crate::units::{self, gb, gib, grouped};
+use crate::units::{gb, gib, grouped};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -64,7 +64,7 @@ pub struct Args {
     #[arg(long, value_name = "WHAT", default_value = "none", value_parser = offload)]
     offload: Offload,
     /// Context and libraries of a card, as 0.5GB
-    #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes, allow_negative_numbers = true)]
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, allow_negative_numbers = true)]
     overhead: Option<u64>,
     /// Folder to draw the stages of ZeRO into, as SVG and CSV, and on a page, report.html
     #[arg(long, value_name = "DIR", help_heading = "What is reported")]
