@@ -91,7 +91,9 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
             text => Some(Spec::parse(text, &path.display().to_string())?),
         };
         let name = folder.canonicalize().unwrap_or_else(|_| folder.clone());
-        let run_id = name.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
+        let named = || name.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
+        let run_id =
+            records.first().map(|record| record.run_id.clone()).filter(|id| !id.is_empty()).unwrap_or_else(named);
         let mut parts = workers::by_machine(records, &environment);
         if parts.is_empty() {
             parts.push(Default::default());

@@ -147,7 +147,9 @@ pub struct Session<'p> {
     plan: Plan<'p>,
     /// Decode steps so far.
     steps: usize,
-    /// Highest score that each list lost in the last eviction step of prefill; `None` before it.
+    /// Highest score that each list lost in the eviction steps of prefill so far.
+    lost: Vec<f32>,
+    /// The same when prefill is over; `None` before.
     best_evicted: Option<Vec<f32>>,
     totals: Totals,
 }
@@ -155,7 +157,7 @@ pub struct Session<'p> {
 impl<'p> Session<'p> {
     /// Before the first token.
     pub fn new(plan: Plan<'p>) -> Self {
-        Session { plan, steps: 0, best_evicted: None, totals: Totals::default() }
+        Session { plan, steps: 0, lost: Vec::new(), best_evicted: None, totals: Totals::default() }
     }
 
     /// What it is to do.
@@ -230,13 +232,16 @@ impl<'p> Session<'p> {
             self.totals.evict_ns += evicted.ns;
         }
         self.totals.evict_ns += backend.release(cache)?;
-        if moment == (Moment::Chunk { last: true }) {
-            self.best_evicted = Some(best_evicted);
+        if let Moment::Chunk { last } = moment {
+            // A chunk of few tokens may evict nothing of a list: what earlier ones evicted counts as well.
+            self.lost.resize(best_evicted.len(), f32::NEG_INFINITY);
+            self.lost.iter_mut().zip(&best_evicted).for_each(|(most, lost)| *most = most.max(*lost));
+            self.best_evicted = last.then(|| self.lost.clone());
         }
         Ok(())
     }
 
-    /// Highest score that each list lost in the last eviction step of prefill; empty before it.
+    /// Highest score that each list lost in the eviction steps of prefill; empty before the last.
     pub fn best_evicted(&self) -> &[f32] {
         self.best_evicted.as_deref().unwrap_or(&[])
     }
@@ -267,5 +272,66 @@ impl<'p> Session<'p> {
         if !(moment == Moment::Step && self.plan.policy.schedule.decoding == Decoding::Delayed) {
             self.totals.tie_rate = chosen.tie_rate;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::Registry;
+    use std::cell::RefCell;
+    use std::convert::Infallible;
+
+    /// Tells what lists lost in each step, and notes the rule that it was given.
+    struct Told {
+        lost: RefCell<Vec<Vec<f32>>>,
+        rules: RefCell<Vec<Option<Vec<f32>>>>,
+    }
+
+    impl Backend for Told {
+        type Cache = ();
+        type View<'v> = ();
+        type Selection = ();
+        type Error = Infallible;
+
+        fn accumulate(&self, (): &mut (), (): &()) -> Result<u64, Infallible> {
+            Ok(0)
+        }
+
+        fn choose(&self, _: &Plan<'_>, (): &(), (): &(), rule: Rule<'_>) -> Result<Chosen<()>, Infallible> {
+            self.rules.borrow_mut().push(match rule {
+                Rule::Budget => None,
+                Rule::Delayed { best_evicted } => Some(best_evicted.to_vec()),
+            });
+            let best_evicted = self.lost.borrow_mut().remove(0);
+            Ok(Chosen { selection: (), best_evicted, score_ns: 0, select_ns: 0, tie_rate: 0.0 })
+        }
+
+        fn evict(&self, _: &Plan<'_>, (): &mut (), (): &(), (): &()) -> Result<Evicted, Infallible> {
+            Ok(Evicted::default())
+        }
+
+        fn release(&self, (): &mut ()) -> Result<u64, Infallible> {
+            Ok(0)
+        }
+    }
+
+    #[test]
+    fn delayed_eviction_goes_by_what_all_chunks_lost() {
+        const NOTHING: f32 = f32::NEG_INFINITY;
+        let policy = Registry::default().policy("keydiff+chunks:tokens=4+delayed").unwrap();
+        let mut session = Session::new(Plan { policy: &policy, budget_tokens: 4, seed: 0 });
+        let lost = vec![vec![1.0, NOTHING], vec![3.0, NOTHING], vec![NOTHING, 2.0], vec![9.0, 9.0]];
+        let backend = Told { lost: RefCell::new(lost), rules: RefCell::default() };
+        // A last chunk of a token, of which the first list loses nothing.
+        for last in [false, false, true] {
+            assert!(!session.is_decoding());
+            session.evict(&backend, &mut (), &[()], Moment::Chunk { last }).unwrap();
+        }
+        assert!(session.is_decoding() && session.advance());
+        session.evict(&backend, &mut (), &[()], Moment::Step).unwrap();
+        assert_eq!(backend.rules.into_inner(), [None, None, None, Some(vec![3.0, 2.0])]);
+        // What goes between decode steps is no new mark.
+        assert_eq!(session.best_evicted(), [3.0, 2.0]);
     }
 }

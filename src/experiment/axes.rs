@@ -87,6 +87,9 @@ impl Serialize for Tokens {
     }
 }
 
+/// Lengths of a range, which nobody waits for.
+const MOST_LENGTHS: usize = 1000;
+
 impl Tokens {
     fn parse(text: &str) -> Result<Self, String> {
         let Some((first, rest)) = text.split_once("..") else {
@@ -106,8 +109,11 @@ impl Tokens {
         let last = units::parse_tokens(last)?;
         let lengths: Vec<usize> = std::iter::successors(Some(first), |&tokens| Some(next(tokens)))
             .take_while(|&tokens| tokens <= last)
-            .take(1000)
+            .take(MOST_LENGTHS + 1)
             .collect();
+        if lengths.len() > MOST_LENGTHS {
+            return Err(format!("'{text}' is more than {MOST_LENGTHS} lengths; take larger steps"));
+        }
         if lengths.is_empty() { Err(wrong()) } else { Ok(Tokens { text: text.into(), lengths }) }
     }
 }

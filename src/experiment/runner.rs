@@ -17,7 +17,7 @@ use super::store::{CELLS, Store, StoreError, finished};
 use crate::device::cuda::CudaError;
 use crate::policy::Registry;
 use crate::workload::{Extents, Knobs, Workload, WorkloadError};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
@@ -138,8 +138,15 @@ pub fn run<'e>(
             (Store::create(&base, &hash, &suffix, &config, &environment, CELLS)?, Vec::new())
         }
     };
-    let done = finished(&records);
-    let todo: Vec<Prepared> = cells.into_iter().filter(|prepared| !done.contains(&prepared.cell.id())).collect();
+    let mut done = finished(&records, options.limit_bytes);
+    let group = |prepared: &Prepared| prepared.cell.without_choice().id();
+    let open = cells.iter().filter(|prepared| !done.contains(&prepared.cell.id()));
+    let open: HashSet<String> = open.map(group).collect();
+    // Ratios are of cells that were timed side by side: where one is missing, all of its comparison are timed again.
+    let todo: Vec<Prepared> = cells.into_iter().filter(|prepared| open.contains(&group(prepared))).collect();
+    for prepared in &todo {
+        done.remove(&prepared.cell.id());
+    }
     let missing = |cells: Vec<&'_ Cell>| -> Vec<Cell> {
         cells.into_iter().filter(|cell| !done.contains(&cell.id())).cloned().collect()
     };

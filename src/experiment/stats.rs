@@ -102,6 +102,11 @@ pub fn difference(strata: &[Vec<f64>]) -> Option<Difference> {
 /// Most differences whose signs are flipped in every way; of more, Student's t is close enough.
 const FLIPPED: usize = 14;
 
+/// The least p-value that [`unbounded_difference`] gives of so many samples; `None` where it may be any.
+pub fn least_p(samples: usize) -> Option<f64> {
+    (samples <= FLIPPED).then(|| 2.0 / (1u64 << samples) as f64)
+}
+
 /// Mean of paired differences without bounds, with a bootstrap interval. Its p-value is that of an exact sign-flip test
 /// (Fisher), so that few samples cannot make it small: `n` of one sign give `2 / 2^n`. `None` for less than two.
 pub fn unbounded_difference(values: &[f64]) -> Option<Difference> {

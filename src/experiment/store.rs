@@ -10,7 +10,7 @@ mod joint;
 pub use joint::Joint;
 
 use super::earlier;
-use super::record::{Record, SCHEMA, Status};
+use super::record::{Memory, Record, SCHEMA, Status};
 use serde::Serialize;
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -134,10 +134,17 @@ impl Store {
     }
 }
 
-/// Cells that need not run again: measured, or known not to fit.
-pub fn finished(records: &[Record]) -> HashSet<String> {
-    let done = records.iter().filter(|record| matches!(record.status, Status::Ok | Status::Oom | Status::Skipped));
-    done.map(|record| record.cell_id.clone()).collect()
+/// Cells that need not run again: measured, or known not to fit into `limit_bytes`.
+pub fn finished(records: &[Record], limit_bytes: u64) -> HashSet<String> {
+    let fits_now = |memory: &Memory| {
+        memory.limit_bytes < memory.predicted_peak_bytes && memory.predicted_peak_bytes <= limit_bytes
+    };
+    let is_done = |record: &&Record| match record.status {
+        Status::Ok | Status::Skipped => true,
+        Status::Oom => !record.memory.as_ref().is_some_and(fits_now),
+        Status::Failed => false,
+    };
+    records.iter().filter(is_done).map(|record| record.cell_id.clone()).collect()
 }
 
 /// Reads the records of a run's folder and their environment, as written so far; a torn last line is left out.

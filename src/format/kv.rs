@@ -90,7 +90,7 @@ impl KvFormat {
 
     /// Whether tokens are kept as they came, be it until there is a whole group of them.
     pub fn keeps_full(self) -> bool {
-        self.full.first + self.full.recent > 0 || self.k.group_tokens().is_some()
+        self.full.first > 0 || self.full.recent > 0 || self.k.group_tokens().is_some()
     }
 
     /// Tokens that are coded together.
@@ -122,7 +122,7 @@ impl KvFormat {
         if self.v.group_tokens().is_some() {
             return Err(FormatError::OfKeys { format: self.v.to_string() });
         }
-        let least = self.full.first + self.full.recent + self.group_tokens();
+        let least = self.full.first.saturating_add(self.full.recent).saturating_add(self.group_tokens());
         match self.keeps_full() && tokens < least {
             true => Err(FormatError::InFull { format: self.to_string(), least, tokens }),
             false => Ok(()),

@@ -22,6 +22,8 @@ pub struct Grid {
     pub group: usize,
     /// Whether zero is in the middle of the codes, whatever the elements.
     pub symmetric: bool,
+    /// The least zero point: 1 where files hold it less one, which programs read differently of a zero point of 0.
+    pub least_zero: u8,
 }
 
 /// What a group's codes stand for: `x = scale (code - zero)`.
@@ -46,13 +48,16 @@ impl Grid {
             true => (-most.max(-least), most.max(-least)),
             false => (least, most),
         };
+        // What lies above zero reaches to the last code from the least zero point too.
+        let least_zero = f32::from(self.least_zero);
+        let scale = ((most - least) / self.most()).max(most / (self.most() - least_zero));
         // Comparisons pass over a NaN.
-        let scale = if largest(group).is_finite() { (most - least) / self.most() } else { f32::NAN };
+        let scale = if largest(group).is_finite() { scale } else { f32::NAN };
         let scale = f16::from_f32(scale);
         let zero = match self.symmetric {
             true => (self.most() + 1.0) / 2.0,
-            // 0 / 0 is NaN, and becomes 0.
-            false => (-least / scale.to_f32()).round_ties_even().min(self.most()),
+            // 0 / 0 is NaN, and becomes the least.
+            false => (-least / scale.to_f32()).round_ties_even().max(least_zero).min(self.most()),
         };
         Step { scale, zero: zero as u8 }
     }
@@ -189,7 +194,7 @@ impl<const BITS: usize> Blocks for Uint<BITS> {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
-        let grid = Grid { bits: BITS as u32, group: self.group, symmetric: false };
+        let grid = Grid { bits: BITS as u32, group: self.group, symmetric: false, least_zero: 0 };
         let step = grid.step(block);
         Self::put(step.scale, step.zero, |index| step.code(grid, block[index]), to);
     }

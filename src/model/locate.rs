@@ -2,6 +2,7 @@
 
 use super::ModelError;
 use super::adapter::{WEIGHTS, apart_from_base, base, is_adapter};
+use super::weight_paths;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -40,28 +41,27 @@ pub fn locate(name: &Path) -> Result<PathBuf, ModelError> {
     })
 }
 
-/// A hash of what decides a model's results: configuration, tokenizer and weights. Of a file longer than 64 MiB, its
-/// length and 64 pieces count.
+/// A hash of what decides a model's results: configuration, tokenizer and the files that weights are read from, not what else
+/// lies in the folder. Of a file longer than 64 MiB, its length and 64 pieces count: files of other models differ there, a file
+/// that was changed in one place may not.
 ///
 /// # Errors
 /// When the folder or a file cannot be read.
 pub fn fingerprint(folder: &Path) -> Result<String, ModelError> {
     let wrong =
         |path: &Path, error: std::io::Error| ModelError::Config { path: path.into(), reason: error.to_string() };
-    let counts = |path: &PathBuf| {
-        let name = path.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
-        if is_adapter(folder) {
-            return name == WEIGHTS;
-        }
-        name == "config.json" || name == "tokenizer.json" || name.ends_with(".safetensors")
-    };
     if folder.is_file() {
         let mut hasher = blake3::Hasher::new();
         hash_file(folder, &mut hasher).map_err(|error| wrong(folder, error))?;
         return Ok(hasher.finalize().to_hex()[..16].to_string());
     }
-    let entries = folder.read_dir().map_err(|error| wrong(folder, error))?;
-    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(counts).collect();
+    let mut paths = match is_adapter(folder) {
+        true => vec![folder.join(WEIGHTS)],
+        false => {
+            let texts = ["config.json", "tokenizer.json"].map(|name| folder.join(name)).into_iter();
+            texts.filter(|path| path.exists()).chain(weight_paths(folder)?).collect()
+        }
+    };
     paths.sort();
     let mut hasher = blake3::Hasher::new();
     if is_adapter(folder) {

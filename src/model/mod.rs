@@ -50,7 +50,7 @@ pub use sample::{Sampler, Sampling};
 pub use sequences::sequences;
 pub use text::Text;
 pub use weights::Weights;
-pub(crate) use weights::{Matrix, mapped, packed_bytes, tensor_files, widen};
+pub(crate) use weights::{Matrix, mapped, packed_bytes, tensor_files, weight_paths, widen};
 
 use crate::attention::AttentionError;
 use crate::device::cuda::CudaError;
@@ -98,7 +98,7 @@ pub enum ModelError {
     },
     /// A sequence that is longer than the model was made for.
     #[error(
-        "a sequence of {tokens} tokens; the model was made for at most {most}, give --beyond-limit to run it all the same"
+        "a sequence of {tokens} tokens; the model was made for at most {most}, give a shorter one, or --beyond-limit where a command has it to run it all the same"
     )]
     TooLong {
         /// Tokens of the sequence.

@@ -9,7 +9,7 @@
 mod found;
 
 pub(super) use found::Found;
-pub(crate) use found::tensor_files;
+pub(crate) use found::{tensor_files, weight_paths};
 
 use super::gguf::Gguf;
 use super::linear::Linear;
@@ -370,7 +370,8 @@ impl Make for Fitting {
         let format = self.0;
         if format.is_rotated() {
             return Err(format!(
-                "weights are multiplied as they lie, and {format} keeps rows rotated; leave hadamard out"
+                "weights are multiplied as they lie, and {format} keeps rows rotated; take one that does not (no hadamard=true, \
+                 no turboquant)"
             ));
         }
         if format.group_tokens().is_some() {

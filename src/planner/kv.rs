@@ -16,9 +16,8 @@ pub enum KvStore {
 }
 
 /// Formats of other engines: name, bits of an element with its scales.
-pub const OTHERS: [(&str, f64); 2] = [
-    ("fp8", 8.0),  // vLLM, TensorRT-LLM: a scale per tensor
-    ("q5_0", 5.5), // llama.cpp
+pub const OTHERS: [(&str, f64); 1] = [
+    ("fp8", 8.0), // vLLM, TensorRT-LLM: a scale per tensor
 ];
 
 impl KvStore {
@@ -28,6 +27,9 @@ impl KvStore {
     /// When a group's keys or values have a width that it has no whole blocks for.
     pub fn check(self, groups: &[KvGroup]) -> Result<(), FormatError> {
         let KvStore::Own(format) = self else { return Ok(()) };
+        if let Some(format) = [format.k, format.v].into_iter().find(|format| format.is_of_weights()) {
+            return Err(FormatError::OfWeights { format: format.to_string() });
+        }
         groups.iter().try_for_each(|group| {
             format.k.check("the head dim", group.k_dim)?;
             format.v.check("the head dim", group.v_dim)

@@ -16,7 +16,7 @@ use super::text::{self, NOTHING};
 use crate::eval::Protocol;
 use crate::experiment::answers::Estimate;
 use crate::experiment::measure::eval::RANDOM;
-use crate::experiment::stats::{Difference, among_best, difference, holm, unbounded_difference};
+use crate::experiment::stats::{Difference, among_best, difference, holm, least_p, unbounded_difference};
 use crate::memories::WINDOW_ALONE;
 
 /// Differences with a larger corrected p-value are not marked.
@@ -90,6 +90,25 @@ pub fn ranked<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Ranked<'a>>> {
     questions.into_iter().map(of_question).filter(|ranked| !ranked.is_empty()).collect()
 }
 
+/// What a reader must know where so few samples of so many policies cannot set any two apart, however far they are.
+fn floor_of_p(ranked: &[Ranked]) -> Option<String> {
+    if ranked[0].pool.is_scored() {
+        return None;
+    }
+    let samples = ranked[0].pool.merits().iter().map(Vec::len).sum::<usize>();
+    let pairs = ranked.len() * (ranked.len() - 1) / 2;
+    let least = least_p(samples)? * pairs as f64;
+    (least >= SURE).then(|| {
+        let enough = (samples..).find(|&samples| least_p(samples).is_none_or(|p| p * (pairs as f64) < SURE));
+        let enough = enough.unwrap_or(samples);
+        format!(
+            "{samples} samples of {} policies set no two apart: the least p of {pairs} pairs is {:.2}; {enough} samples could",
+            ranked.len(),
+            least.min(1.0)
+        )
+    })
+}
+
 /// Every pair of a budget's policies, the better one first.
 pub fn pairs(ranked: &[Ranked]) -> Vec<Pair> {
     pairs_by(ranked, |pool| pool.merits())
@@ -127,7 +146,13 @@ pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
             heading: format!("eval: comparison{protocol}, {}{}", question(ranked[0].pool), apart(ranked)),
             subtitle: String::new(),
             rows: rows(ranked),
-            notes: if ranked[0].pool.is_memory() { vec![OF_MEMORIES.into()] } else { Vec::new() },
+            notes: ranked[0]
+                .pool
+                .is_memory()
+                .then(|| OF_MEMORIES.into())
+                .into_iter()
+                .chain(floor_of_p(ranked))
+                .collect(),
         })
         .collect();
     if let Some(last) = tables.last_mut() {

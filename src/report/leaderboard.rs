@@ -84,18 +84,26 @@ fn leaderboard(pools: &[Pool], scored: bool) -> Vec<Vec<String>> {
         Some((value, tight)) => format!("{value:.1}{}", if *tight { " !" } else { "" }),
         None => NOTHING.into(),
     };
-    let row = |(name, values): (&str, BTreeMap<&str, (f64, bool)>)| {
-        let mean = values.values().map(|(value, _)| value).sum::<f64>() / values.len().max(1) as f64;
+    let evicting = || by_name.iter().filter(|(name, _)| !palette::is_baseline(name)).map(|(_, values)| values);
+    let everywhere: Vec<&str> =
+        budgets.iter().copied().filter(|budget| evicting().all(|values| values.contains_key(budget))).collect();
+    let row = |(name, values): (&&str, &BTreeMap<&str, (f64, bool)>)| {
+        // By the budgets that all have; what was not measured at some of them stands behind.
+        let common = values.iter().filter(|(budget, _)| everywhere.contains(*budget)).map(|(_, (value, _))| value);
+        let mean = common.clone().sum::<f64>() / common.count().max(1) as f64;
         // The full cache leads: it is what the others are compared with.
-        let order = if palette::is_baseline(name) { f64::NEG_INFINITY } else { mean };
+        let (missing, order) = match palette::is_baseline(name) {
+            true => (0, f64::NEG_INFINITY),
+            false => (budgets.len().saturating_sub(values.len()), mean),
+        };
         let cells = std::iter::once("").chain(budgets.iter().copied()).map(|budget| number(values.get(budget)));
         let row: Vec<String> = std::iter::once(name.to_string()).chain(cells).collect();
-        (if scored && order.is_finite() { -order } else { order }, row)
+        (missing, if scored && order.is_finite() { -order } else { order }, row)
     };
-    let mut rows: Vec<(f64, Vec<String>)> = by_name.into_iter().map(row).collect();
-    rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    let mut rows: Vec<(usize, f64, Vec<String>)> = by_name.iter().map(row).collect();
+    rows.sort_by(|a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)));
     let headings = ["policy", "no budget"].into_iter().chain(budgets.iter().copied()).map(String::from).collect();
-    std::iter::once(headings).chain(rows.into_iter().map(|(_, row)| row)).collect()
+    std::iter::once(headings).chain(rows.into_iter().map(|(.., row)| row)).collect()
 }
 
 /// The tasks that rank nothing, in words; `None` where all do.

@@ -217,7 +217,7 @@ fn plot_folders(runs: &[Run]) -> Vec<String> {
 }
 
 /// The last record of each cell, sorted by measure, context or facts, kernel, policy, budget, heads, trace, strategy, episode, memory,
-/// ranks and seed.
+/// ranks, model, task, formats and seed.
 fn latest(records: &[Record]) -> Vec<&Record> {
     let by_id: BTreeMap<&str, &Record> = records.iter().map(|record| (record.cell_id.as_str(), record)).collect();
     let mut records: Vec<&Record> = by_id.into_values().collect();
@@ -233,7 +233,17 @@ fn latest(records: &[Record]) -> Vec<&Record> {
         let recall = (cell.episode.clone().map(|name| (name.len(), name)), cell.memory.clone());
         let choice = (cell.kernel.clone(), cell.policy.clone(), budget);
         let ranks = cell.ranks.clone().or(cell.tuning.clone()).map(|name| (name.len(), name));
-        (cell.measure, (cell.context_tokens, cell.facts), choice, heads, serving, (recall, ranks), cell.seed)
+        // Plain ones first.
+        let named = |name: Option<String>| name.map(|name| (name.len(), name));
+        let kept = [
+            named(cell.model.clone()),
+            named(cell.task.clone()),
+            named(cell.weights.as_ref().map(ToString::to_string)),
+            named(cell.kv_format.as_ref().map(ToString::to_string)),
+            named(cell.activations.as_ref().map(ToString::to_string)),
+            named(Some(cell.dtype.to_string())),
+        ];
+        (cell.measure, (cell.context_tokens, cell.facts), choice, heads, serving, (recall, ranks), (kept, cell.seed))
     };
     records.sort_by_cached_key(|record| key(record));
     records

@@ -145,8 +145,31 @@ impl Pool<'_> {
     }
 
     fn less_is_better(&self, read: impl Fn(&Answers) -> &Vec<f64>) -> Vec<Vec<f64>> {
-        let answers = self.records.iter().filter_map(|record| answers(record));
-        answers.map(|answers| read(answers).iter().map(|value| -value).collect()).collect()
+        let mut lists = self.independent(read);
+        lists.iter_mut().flatten().for_each(|value| *value = -*value);
+        lists
+    }
+
+    /// A number of every sample that is one of its own, by task or text: pieces of a text are the same ones under every seed, so
+    /// that each counts once, with its mean over the seeds.
+    fn independent(&self, read: impl Fn(&Answers) -> &Vec<f64>) -> Vec<Vec<f64>> {
+        let mut lists: Vec<(Option<&str>, usize, Vec<f64>)> = Vec::new();
+        for record in &self.records {
+            let Some(values) = answers(record).map(&read) else { continue };
+            let text = record.cell.text.as_deref();
+            match lists
+                .iter_mut()
+                .find(|(known, _, sums)| text.is_some() && *known == text && sums.len() == values.len())
+            {
+                Some((_, seeds, sums)) => {
+                    *seeds += 1;
+                    sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+                }
+                None => lists.push((text, 1, values.clone())),
+            }
+        }
+        let mean = |(_, seeds, sums): (_, usize, Vec<f64>)| sums.into_iter().map(|sum| sum / seeds as f64).collect();
+        lists.into_iter().map(mean).collect()
     }
 
     /// Mean score over tasks, with an interval over samples.
@@ -164,9 +187,9 @@ impl Pool<'_> {
         self.records.iter().filter_map(|record| answers(record)).map(|answers| answers.samples).min().unwrap_or(0)
     }
 
-    /// Divergence of every sample, by task.
-    pub fn sample_kl_nats(&self) -> Vec<&[f64]> {
-        self.records.iter().filter_map(|record| Some(&answers(record)?.sample_kl_nats[..])).collect()
+    /// Divergence of every sample, by task or text.
+    pub fn sample_kl_nats(&self) -> Vec<Vec<f64>> {
+        self.independent(|answers| &answers.sample_kl_nats)
     }
 
     /// Mean divergence over tasks, likewise.

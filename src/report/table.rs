@@ -103,15 +103,32 @@ pub fn lines(mut rows: Vec<Vec<String>>) -> String {
 pub fn wrapped(text: &str) -> String {
     let mut lines: Vec<String> = Vec::new();
     for part in text.split(" · ") {
-        let part = shortened(part, MOST_COLUMNS - 2);
         match lines.last_mut() {
             Some(line) if line.chars().count() + 3 + part.chars().count() <= MOST_COLUMNS - 2 => {
                 *line += &format!(" · {part}");
             }
-            _ => lines.push(part),
+            Some(line) => {
+                *line += " ·";
+                lines.extend(at_blanks(part));
+            }
+            None => lines.extend(at_blanks(part)),
         }
     }
-    lines.join(" ·\n")
+    lines.join("\n")
+}
+
+/// A part on as many lines as it takes, broken between words; only a word that is longer than a line is shortened.
+fn at_blanks(part: &str) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in part.split(' ').map(|word| shortened(word, MOST_COLUMNS - 2)) {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= MOST_COLUMNS - 2 => {
+                *line += &format!(" {word}");
+            }
+            _ => lines.push(word),
+        }
+    }
+    lines
 }
 
 /// At most `most` characters of `text`, with a sign where something is missing: names differ at both ends, so it is

@@ -41,7 +41,7 @@ pub fn percent(value: f64) -> String {
 
 /// Half the width of an interval of the median, as a fraction of the median: `±2%`. One sample has none.
 pub fn half_width(latency: &Latency) -> String {
-    let half = (latency.ci95_high_ns - latency.median_ns).max(latency.median_ns - latency.ci95_low_ns);
+    let half = (latency.ci95_high_ns - latency.ci95_low_ns) / 2.0;
     let share = 100.0 * half / latency.median_ns;
     if !share.is_finite() || latency.samples_ns.len() < 2 {
         return NOTHING.into();

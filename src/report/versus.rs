@@ -6,6 +6,7 @@
 //! by more than rounding does.
 
 use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming, SEED, TASK};
+use super::noise::LEAST_SAMPLES;
 use super::text::{self, NOTHING};
 use super::{Run, latest, summary, table};
 use crate::experiment::record::{Latency, Record, Status};
@@ -17,6 +18,8 @@ use std::collections::{BTreeMap, BTreeSet};
 const STILL: f64 = 0.05;
 /// Drift and scores that lie nearer to each other are the same, relative to the larger.
 const ROUNDING: f64 = 1e-3;
+/// Drift up to here is of roundings alone, which change with the order of sums.
+const OF_ROUNDING: f64 = 1e-5;
 /// Facts of `env.json` that differ between any two runs.
 const PASSING: [&str; 6] =
     ["run.started_at", "run.command", "run.cells", "run.shard", "machine.available_bytes", "machine.load_before"];
@@ -83,7 +86,7 @@ impl<'r> Change<'r> {
             status: a.status != b.status,
             time: same_machine && phases(a, b).is_some_and(|(a, b)| has_changed(a, b)),
             peak: a.status == b.status && peak(a) != peak(b),
-            drift: both(drift),
+            drift: both(drift) && [a, b].into_iter().filter_map(drift).any(|drift| drift > OF_ROUNDING),
             score: both(score),
         }
     }
@@ -98,6 +101,10 @@ fn phases<'r>(a: &'r Record, b: &'r Record) -> Option<(&'r Latency, &'r Latency)
 }
 
 fn has_changed(a: &Latency, b: &Latency) -> bool {
+    // Intervals of fewer samples are too narrow.
+    if a.samples_ns.len().min(b.samples_ns.len()) < LEAST_SAMPLES {
+        return false;
+    }
     let meet = a.ci95_low_ns <= b.ci95_high_ns && b.ci95_low_ns <= a.ci95_high_ns;
     !meet && (b.median_ns / a.median_ns - 1.0).abs() > STILL
 }
@@ -123,9 +130,14 @@ fn apart(a: f64, b: f64) -> bool {
 /// The lines of the cells that changed.
 fn table(changes: &[Change<'_>]) -> String {
     let records: Vec<&Record> = changes.iter().map(|change| change.b).collect();
-    let naming = Naming::over(&records, &[TASK, HEADS, KERNEL, SEED]);
+    // A kernel is a part of a name where a policy is the other.
+    let [of_policies, of_kernels] =
+        [&[TASK, HEADS, KERNEL, SEED][..], &[TASK, HEADS, SEED]].map(|facts| Naming::over(&records, facts));
+    let changed: BTreeSet<_> =
+        changes.iter().filter(|change| change.is_one()).map(|change| change.b.cell.measure).collect();
     let has = |what: fn(&Change<'_>) -> bool| changes.iter().any(|change| change.is_one() && what(change));
-    let mut headings = vec!["context", "policy", "budget", "time", "95%"];
+    let mut headings = if changed.len() > 1 { vec!["measure"] } else { Vec::new() };
+    headings.extend(["context", "policy", "budget", "time", "95%"]);
     let (with_peak, with_drift, with_score) = (has(|c| c.peak || c.status), has(|c| c.drift), has(|c| c.score));
     headings.extend(with_peak.then_some("peak"));
     headings.extend(with_drift.then_some("drift"));
@@ -148,7 +160,9 @@ fn table(changes: &[Change<'_>]) -> String {
         };
         let budget = BUDGET(b).trim_start_matches("budget ").to_string();
         let context = CONTEXT(b).trim_end_matches(" context").to_string();
-        let mut row = vec![context, format!("{policy}{}", naming.apart(b)), budget, time, interval];
+        let apart = if b.cell.policy.is_some() { of_policies.apart(b) } else { of_kernels.apart(b) };
+        let mut row = if changed.len() > 1 { vec![b.cell.measure.name().to_string()] } else { Vec::new() };
+        row.extend([context, format!("{policy}{apart}"), budget, time, interval]);
         let nothing = || NOTHING.to_string();
         let is_ok = a.status == Status::Ok && b.status == Status::Ok;
         row.extend(with_peak.then(|| ratio(peak).filter(|_| is_ok).map_or_else(nothing, |x| mark(change.peak, x))));

@@ -1,6 +1,6 @@
 //! safetensors files: memory-mapped on the way in, written to a temporary name and renamed on the way out.
 
-use super::{DType, Tensor};
+use super::{DType, Tensor, stream};
 use crate::memory::{Arena, ArenaError, Label};
 use memmap2::Mmap;
 use safetensors::tensor::TensorView as Stored;
@@ -344,13 +344,12 @@ pub fn write_with(
     outputs: &[Output<'_>],
     metadata: Option<HashMap<String, String>>,
 ) -> Result<(), FileError> {
-    replace(path, |temporary| {
-        let stored = outputs
-            .iter()
-            .map(|output| Ok((output.name, Stored::new(output.dtype, output.shape.clone(), output.bytes)?)))
-            .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
-            .map_err(|error| error.to_string())?;
-        safetensors::serialize_to_file(stored, metadata, temporary).map_err(|error| error.to_string())
+    let mut outputs: Vec<&Output<'_>> = outputs.iter().collect();
+    // Wide elements first, so that each lies at a multiple of its size.
+    outputs.sort_by(|a, b| b.dtype.cmp(&a.dtype).then(a.name.cmp(b.name)));
+    let tensors = outputs.iter().map(|output| (output.name.to_string(), output.dtype, output.shape.clone()));
+    stream::write(path, tensors, metadata.unwrap_or_default(), |sink| {
+        outputs.iter().try_for_each(|output| sink.put(output.bytes))
     })
 }
 

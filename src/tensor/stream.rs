@@ -3,7 +3,8 @@
 use super::file::{FileError, replace};
 use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensorError};
-use std::collections::HashMap;
+use serde_json::Value;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -41,8 +42,11 @@ fn header(
         end += shape.iter().product::<usize>() * dtype.bitsize() / 8;
         (name, TensorInfo { dtype, shape, data_offsets: (first, end) })
     };
-    let header = Metadata::new(Some(metadata), tensors.into_iter().map(place).collect())?;
-    let mut header = serde_json::to_vec(&header).expect("names and numbers are plain data");
+    let header = Metadata::new((!metadata.is_empty()).then_some(metadata), tensors.into_iter().map(place).collect())?;
+    // By name, as the crate leaves keys of its metadata in any order: the same tensors are to make the same file.
+    let sorted =
+        serde_json::to_value(&header).and_then(serde_json::from_value::<BTreeMap<String, BTreeMap<String, Value>>>);
+    let mut header = serde_json::to_vec(&sorted.expect("names and numbers are plain data")).expect("as they were");
     // So that numbers lie at multiples of their size.
     header.resize(header.len().next_multiple_of(8), b' ');
     Ok((header, end))

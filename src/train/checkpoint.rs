@@ -42,7 +42,11 @@ impl Progress {
 ///
 /// # Errors
 /// In both cases.
-pub(super) fn check(options: &Options) -> Result<(), TrainError> {
+pub(super) fn check(options: &Options, model: Option<&Path>) -> Result<(), TrainError> {
+    let out = options.out.canonicalize().ok();
+    if model.is_some_and(|model| out.is_some() && model.canonicalize().ok() == out) {
+        return Err(TrainError::Own(options.out.clone()));
+    }
     match (options.out.join(CHECKPOINT).exists(), options.resume) {
         (true, false) => Err(TrainError::Taken(options.out.clone())),
         (false, true) => Err(TrainError::Nothing(options.out.clone())),
@@ -54,6 +58,12 @@ pub(super) fn check(options: &Options) -> Result<(), TrainError> {
 pub(super) fn digest(decides: &impl Serialize) -> String {
     let text = serde_json::to_string(decides).expect("settings are plain data");
     blake3::hash(text.as_bytes()).to_hex()[..16].to_string()
+}
+
+/// What a text is known by, so that a run does not go on with another one of its name; nothing where there is none to read.
+pub(super) fn of_text(path: Option<&Path>) -> Option<String> {
+    let bytes = std::fs::read(path?).ok()?;
+    Some(blake3::hash(&bytes).to_hex()[..16].to_string())
 }
 
 /// The arrays of numbers in a checkpoint.

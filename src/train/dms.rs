@@ -123,9 +123,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let recompute = Recompute::within(options.limit_bytes, bytes);
 
     let folder = options.out.as_path();
-    checkpoint::check(options)?;
+    checkpoint::check(options, Some(&model))?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = checkpoint::digest(&(settings, &base));
+    let digest = checkpoint::digest(&(settings, &base, checkpoint::of_text(settings.text.as_deref())));
     let weights = Frozen::open(&model, &parameters, &arena)?;
     let gates = Gates::new(&arena, &extents, fate)?;
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
@@ -150,6 +150,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let extents = [settings.batch, settings.length];
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
     let mut held_out = None;
+    if options.resume && progress.step >= end {
+        // There is nothing to add to the record of a run that is done.
+        return Ok(());
+    }
     while progress.step < end {
         let (step, began) = (progress.step, Instant::now());
         let tokens = source.tokens(cpu, progress.sequences, extents)?;
@@ -206,6 +210,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
                 let tokens = source.tokens(cpu, HELD_OUT + (index * settings.batch) as u64, extents)?;
                 let found = network.distil(weights.all(), &tokens, Mode::Hard, None)?;
                 (kl, evicted) = (kl + found.kl / batches as f64, evicted + found.evicted / batches as f64);
+            }
+            if !kl.is_finite() {
+                return Err(TrainError::Diverged { step, loss: kl });
             }
             let line = Line::HeldOutGates { step: done, kl, evicted };
             held_out = serde_json::to_value(&line).ok();

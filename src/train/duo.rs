@@ -79,6 +79,13 @@ impl Settings {
                  less than a sequence, {length} tokens"
             ));
         }
+        if config.windows.iter().any(|window| *window != config.windows[0]) {
+            return Err(
+                "retrieval heads share what is left over layers, but this model's layers have different windows; no \
+                        policy can use such gates"
+                    .into(),
+            );
+        }
         if !(64..=config.most_tokens()).contains(&length) {
             let most = config.most_tokens();
             return Err(format!("the length is {length}; it must be 64 to the model's longest context, {most}"));
@@ -148,14 +155,14 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let parameters = Parameters::all_frozen(&config, settings.weights);
     let arena = Arena::with_limit(options.limit_bytes);
     let extents = Extents { parameters: &parameters, batch: settings.batch, len: settings.length, skipped: 0 };
-    let beside: u64 = HeadGates::bytes(&extents).into_values().sum();
+    let beside = HeadGates::bytes(&extents).into_values().sum::<u64>() + AdamW::bytes(HeadGates::count(&config));
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
 
     let folder = options.out.as_path();
-    checkpoint::check(options)?;
+    checkpoint::check(options, Some(&model))?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = checkpoint::digest(&(settings, &base));
+    let digest = checkpoint::digest(&(settings, &base, checkpoint::of_text(settings.text.as_deref())));
     let weights = Frozen::open(&model, &parameters, &arena)?;
     let gates = HeadGates::new(&arena, &extents, settings.near)?;
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_head_gates(gates);
@@ -173,6 +180,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let (optimizer, mut since, mut held_out) = (settings.optimizer(), Since::default(), None);
     let of_step = [settings.batch, settings.length];
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
+    if options.resume && progress.step >= end {
+        // There is nothing to add to the record of a run that is done.
+        return Ok(());
+    }
     while progress.step < end {
         let (step, began) = (progress.step, Instant::now());
         let batch = data.batch(cpu, progress.sequences, of_step)?;

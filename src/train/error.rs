@@ -28,6 +28,9 @@ pub enum TrainError {
         /// What was wrong, its value, and what would be right.
         reason: String,
     },
+    /// The folder is the model's.
+    #[error("'{0}' is the folder that the model comes from; name another one")]
+    Own(PathBuf),
     /// The data.
     #[error(transparent)]
     Data(#[from] DataError),

@@ -174,8 +174,8 @@ fn misfit(reason: String) -> TrainError {
 /// When settings, text, folder or memory do not allow it.
 pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
     let folder = options.out.as_path();
-    checkpoint::check(options)?;
     let path = locate(&settings.model)?;
+    checkpoint::check(options, Some(&path))?;
     let arena = Arena::with_limit(options.limit_bytes);
     let model = Model::open(&path, &arena)?;
     let config = &model.config;
@@ -200,7 +200,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let vocabulary = Vocabulary::of_folder(&path, config)?;
     let source = TextSource::open(&settings.text, &vocabulary, length, seed).map_err(misfit)?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = checkpoint::digest(&(settings, &model.fingerprint));
+    let digest = checkpoint::digest(&(settings, &model.fingerprint, checkpoint::of_text(Some(&settings.text))));
 
     let heads = config.kv_heads;
     let of_layers =

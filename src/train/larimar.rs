@@ -139,8 +139,8 @@ pub fn run(
     let misfit = |reason| TrainError::Misfit { name: "larimar".into(), reason };
     settings.check().map_err(misfit)?;
     let folder = options.out.as_path();
-    checkpoint::check(options)?;
     let located = locate(&settings.model)?;
+    checkpoint::check(options, Some(&located))?;
     let (arena, text) = (Arena::with_limit(options.limit_bytes), Text::open(&located)?);
     let model = Model::open(&located, &arena)?;
     let config = model.config.clone();

@@ -1,5 +1,6 @@
 //! The log of a run: lines of JSON, from which the figures are drawn.
 
+use super::export;
 use super::run::TrainError;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, OpenOptions};
@@ -180,7 +181,7 @@ impl Log {
         let path = folder.join(LOG);
         let kept: Vec<Line> = if path.exists() { read(folder)? } else { Vec::new() };
         let texts = kept.iter().filter(|line| line.step() <= step).map(text);
-        fs::write(&path, texts.collect::<String>()).map_err(|error| TrainError::write(&path, &error))?;
+        export::text(folder, LOG, &texts.collect::<String>())?;
         Ok(Log { path })
     }
 

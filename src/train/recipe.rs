@@ -218,7 +218,7 @@ impl Recipe {
 
     /// A text by which a recipe is known again.
     pub fn digest(&self) -> String {
-        checkpoint::digest(self)
+        checkpoint::digest(&(self, checkpoint::of_text(self.data.text.as_deref())))
     }
 }
 

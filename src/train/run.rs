@@ -64,13 +64,6 @@ pub fn run(
 ) -> Result<(), TrainError> {
     let misfit = |reason| TrainError::Misfit { name: recipe.name.clone(), reason };
     let start = recipe.model.open(recipe.data.text.as_deref())?;
-    let out = options.out.canonicalize().ok();
-    if start.folder.as_ref().is_some_and(|folder| folder.canonicalize().ok() == out) {
-        return Err(misfit(format!(
-            "'{}' is the folder that the model comes from; name another one",
-            options.out.display()
-        )));
-    }
     recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;
     let groups = Groups::new(place.comm, place.tensor_parallel)?;
     recipe.check_ranks(groups.data.size()).map_err(misfit)?;
@@ -135,7 +128,7 @@ impl<'a> Trainer<'a> {
         options: &'a Options,
     ) -> Result<Self, TrainError> {
         let folder = options.out.as_path();
-        checkpoint::check(options)?;
+        checkpoint::check(options, start.folder.as_deref())?;
         std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
         let digest = recipe.digest();
         let Place { comm, cpu, stage, offload, .. } = *place;

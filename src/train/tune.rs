@@ -174,9 +174,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let arena = Arena::with_limit(options.limit_bytes);
     let plan = Plan::new(settings, &config, &model).map_err(misfit)?;
     let folder = options.out.as_path();
-    checkpoint::check(options)?;
+    checkpoint::check(options, Some(&model))?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = checkpoint::digest(&(settings, &base));
+    let digest = checkpoint::digest(&(settings, &base, checkpoint::of_text(Some(&settings.text))));
 
     let extents = Extents { parameters: &plan.parameters, batch: at_once, len, skipped: 0 };
     let mut tuned = Tuned::open(&plan, &arena, cpu)?;
@@ -204,6 +204,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let (constants, mut since) = (settings.constants(), Since::default());
     let (sequences, end) = (settings.sequences(), options.stop_after.unwrap_or(usize::MAX).min(steps));
     let weight = 1.0 / (sequences * (len - 1)) as f32;
+    if options.resume && progress.step >= end {
+        // There is nothing to add to the record of a run that is done.
+        return Ok(());
+    }
     while progress.step < end {
         let (step, began) = (progress.step, Instant::now());
         tuned.begin(&mut network);
@@ -218,6 +222,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         }
         let rate = constants.rate(step, steps);
         let gradient_norm = tuned.update(cpu, &constants, (step, rate), &mut network);
+        if !gradient_norm.is_finite() {
+            return Err(TrainError::Diverged { step, loss: gradient_norm });
+        }
         let seconds = progress.add(sequences, sequences * len, began);
         since = Since { steps: since.steps + 1, loss: since.loss + loss, seconds: since.seconds + seconds };
         let done = progress.step;
@@ -240,7 +247,12 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             since = Since::default();
         }
         if done.is_multiple_of(SAVE_STEPS) || done == end {
-            log.tell(watch, held_out(done, judge(settings, &text, &mut network, &mut tuned)?))?;
+            let loss = judge(settings, &text, &mut network, &mut tuned)?;
+            // What is no number is not written over what was one.
+            if !loss.is_finite() {
+                return Err(TrainError::Diverged { step, loss });
+            }
+            log.tell(watch, held_out(done, loss))?;
             plan.export(folder, &settings.model, &base, &mut tuned, &mut network)?;
             let lens = tuned.lens(&mut network);
             checkpoint::save(folder, &digest, &progress, lens, &mut |array, take| {

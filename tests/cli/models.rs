@@ -127,7 +127,7 @@ fn mistakes_are_one_line_and_status_2() {
         ("llama", r#"{"tokens": []}"#, vec![], "'tokens' is empty"),
         ("llama", "[1]", vec![], "has no list 'tokens'"),
         ("llama", "{", vec![], "it is not JSON"),
-        ("llama", &long, vec![], "a sequence of 200 tokens; the model was made for at most 128, give --beyond-limit"),
+        ("llama", &long, vec![], "a sequence of 200 tokens; the model was made for at most 128, give a shorter one"),
         ("none", good, vec![], "there is no such folder or file, and nothing is downloaded"),
         ("llama", good, vec!["--chunk", "0"], "--chunk is 0"),
         ("llama", good, vec!["--policy", "knorm"], "--budget"),

@@ -4,6 +4,7 @@ use assert_cmd::Command;
 use kvsieve::device::Cpu;
 use kvsieve::policy::allocation::Near;
 use kvsieve::tensor::DType;
+use kvsieve::tensor::file::{self, Output};
 use kvsieve::train::duo::{self, Settings};
 use kvsieve::train::log::Line;
 use kvsieve::train::run::{Options, TrainError};
@@ -68,17 +69,41 @@ fn heads_with_the_lowest_gates_cost_less_than_heads_by_lot_and_a_stopped_run_goe
     let tokens: Vec<u32> = (0..400).map(|at| 300 + at * 7 % 500).collect();
     let input = folder.path().join("tokens.json");
     fs::write(&input, json!({ "tokens": [tokens] }).to_string()).unwrap();
-    let logits = |file: Option<&Path>| {
+    let logits_of = |policy: &str, file: Option<&Path>| {
         let mut command = kvsieve();
-        command.args(["logits", "--model", "builtin", "--policy", "duoattention:recent=32", "--budget", "0.5"]);
+        command.args(["logits", "--model", "builtin", "--policy", policy, "--budget", "0.5"]);
         command.args(["--evict-after", "320", "--json", "-"]).arg("--tokens").arg(&input);
         command.arg("--output").arg(folder.path().join("logits.safetensors"));
         command.args(file.map(|file| ["--policy-file".as_ref(), file.as_os_str()]).into_iter().flatten());
         let said: Value = serde_json::from_slice(&command.assert().success().get_output().stdout).unwrap();
         (said["policy_file_hash"].is_string(), fs::read(folder.path().join("logits.safetensors")).unwrap())
     };
+    let logits = |file| logits_of("duoattention:recent=32", file);
     let (trained, measured) = (logits(Some(&whole.join(duo::POLICY))), logits(None));
     assert!(trained.0 && !measured.0 && trained.1 != measured.1);
+    // Streaming heads keep what they were trained to read, unless something else is asked for.
+    let gates = format!("gates={}", whole.join(duo::POLICY).display());
+    let named = |more: &str| logits_of(&format!("duoattention:{more}{gates}"), None).1;
+    assert!(named("") == named("sink=4,recent=32,") && named("") != named("sink=4,recent=64,"));
+    // A file that is named for its gates must have them.
+    let path = folder.path().join("none.safetensors");
+    file::write(&path, &[Output::f32("other", vec![1], &[0.0])]).unwrap();
+    let mut command = kvsieve();
+    let policy = format!("duoattention:gates={}", path.display());
+    command.args([
+        "logits",
+        "--model",
+        "builtin",
+        "--policy",
+        &policy,
+        "--budget",
+        "0.5",
+        "--evict-after",
+        "320",
+        "--tokens",
+    ]);
+    command.arg(&input).arg("--output").arg(folder.path().join("no.safetensors"));
+    command.assert().failure().code(2).stderr(contains("has no tensor 'duo.alpha'"));
 }
 
 #[test]

@@ -180,6 +180,62 @@ fn an_adapter_has_the_logits_that_peft_computes() {
     assert!(off < 1e-3, "off by {off}");
 }
 
+/// A run leaves its model alone, does not go on with another text, and exports no numbers that are none; the same run makes the
+/// same file.
+#[test]
+fn nothing_good_is_written_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    fs::create_dir(&model).unwrap();
+    let files =
+        ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"];
+    for name in files {
+        fs::copy(Path::new("models/builtin").join(name), model.join(name)).unwrap();
+    }
+    let text = text(folder.path());
+    for method in ["lora", "full", "dms", "dmc", "duo", "kvzap", "larimar"] {
+        let mut command = kvsieve();
+        command.args(["train", "--method", method, "--steps", "3", "--model"]).arg(&model).arg("--out").arg(&model);
+        let more: &[&str] = match method {
+            "larimar" => &[],
+            "duo" => &["--length", "512"],
+            "dms" => &["--length", "64", "--window", "32"],
+            _ => &["--length", "64"],
+        };
+        command.args(more);
+        if !["duo", "larimar"].contains(&method) {
+            command.arg("--text").arg(&text);
+        }
+        command.assert().code(2).stderr(contains("is the folder that the model comes from; name another one"));
+        assert_eq!(fs::read_dir(&model).unwrap().count(), files.len(), "{method}");
+        for name in files {
+            assert!(fs::read(model.join(name)).unwrap() == fs::read(Path::new("models/builtin").join(name)).unwrap());
+        }
+    }
+
+    let lora = settings(text.clone());
+    let [first, second, other] = ["first", "second", "other"].map(|name| folder.path().join(name));
+    train(&lora, &first, false, None).unwrap();
+    train(&lora, &second, false, None).unwrap();
+    assert!(fs::read(first.join(ADAPTER)).unwrap() == fs::read(second.join(ADAPTER)).unwrap());
+    train(&lora, &other, false, Some(2)).unwrap();
+    fs::write(&text, fs::read_to_string(&text).unwrap().replace("bear", "wolf")).unwrap();
+    let error = train(&lora, &other, true, None).unwrap_err().to_string();
+    assert!(error.contains("it is of another recipe"), "{error}");
+
+    let wild = Settings {
+        method: Method::Full,
+        adapters: None,
+        optimizer: Kind::Adafactor,
+        learning_rate: 1e38,
+        steps: 1,
+        ..settings(text)
+    };
+    let out = folder.path().join("wild");
+    assert!(matches!(train(&wild, &out, false, None), Err(TrainError::Diverged { .. })));
+    assert!(!out.join("model.safetensors").exists() && !out.join("training.json").exists());
+}
+
 #[test]
 fn mistakes_are_one_line() {
     let folder = tempfile::tempdir().unwrap();

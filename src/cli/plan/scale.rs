@@ -38,7 +38,7 @@ pub struct Args {
     /// Cards of a node
     #[arg(long, value_name = "N", default_value_t = 8, allow_negative_numbers = true)]
     per_node: u64,
-    /// How keys and values are kept and sent: a format (see `kvsieve list formats`), or fp8 or q5_0 of other engines
+    /// How keys and values are kept and sent: a format (see `kvsieve list formats`), or fp8 of other engines
     #[arg(long, value_name = "FORMAT", default_value = "bf16")]
     kv_format: String,
     #[command(flatten)]

@@ -46,7 +46,7 @@ pub struct ScenarioArgs {
     /// Logits of the prompt: last or all of its tokens
     #[arg(long, value_name = "WHICH", default_value = "last", value_parser = logits)]
     logits: Logits,
-    /// How keys and values are kept: a format (see `kvsieve list formats`), or fp8 or q5_0 of other engines
+    /// How keys and values are kept: a format (see `kvsieve list formats`), or fp8 of other engines
     /// [default: bf16]
     #[arg(long, value_name = "FORMAT")]
     kv_format: Option<String>,

@@ -223,7 +223,11 @@ fn compressed(inner: &Fields<'_>) -> Result<Packing, String> {
         Some("int-quantized") => (Packing::Int8Rows, "int"),
         _ => return Err(inner.refuse("format", "of compressed-tensors float-quantized and int-quantized are read")),
     };
+    // Current versions write an empty object where nothing is sparse.
+    let is_empty =
+        inner.value("sparsity_config").and_then(serde_json::Value::as_object).is_some_and(|map| map.is_empty());
     if let Some(sparsity) = inner.object("sparsity_config", "quantization_config.sparsity_config.")?
+        && !is_empty
         && sparsity.text("format")? != Some("dense")
     {
         return Err(sparsity.refuse("format", "it must be dense"));

@@ -31,6 +31,28 @@ const KEYS: [(&str, &str); 11] = [
     ("final_logit_softcapping", "final_logit_softcapping"),
 ];
 
+/// Further keys of an architecture that say nothing of what it computes, or are looked at where they are needed.
+const OTHERS: [&str; 15] = [
+    "vocab_size",
+    "tensor_data_layout",
+    "pooling_type",
+    "attention.value_length",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attention.causal",
+    "rope.dimension_count",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.yarn_log_multiplier",
+];
+
+/// Tokens that end a text: of a text, of a turn, of a message.
+pub(super) const ENDS: [&str; 3] = ["eos_token_id", "eot_token_id", "eom_token_id"];
+
 impl Gguf {
     /// What the model is.
     ///
@@ -40,8 +62,31 @@ impl Gguf {
         let wrong = |reason| ModelError::Config { path: self.path().into(), reason };
         let keys = self.keys().map_err(wrong)?;
         let config = Config::from_json(&keys).map_err(wrong)?;
-        self.check_rope(&config).map_err(wrong)?;
+        self.check_keys(&config).and_then(|()| self.check_rope(&config)).map_err(wrong)?;
         Ok(config)
+    }
+
+    /// Refuses keys of the architecture that may change what is computed, and are not known here.
+    fn check_keys(&self, config: &Config) -> Result<(), String> {
+        let (_, name) = self.family()?;
+        let own =
+            self.metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix(name)?.strip_prefix('.')?, value)));
+        for (key, value) in own {
+            let needed: Value = match key {
+                "rope.dimension_count" | "attention.value_length" => config.head_dim.into(),
+                "attention.causal" => true.into(),
+                "rope.scaling.yarn_log_multiplier" => 0.0.into(),
+                "rope.scaling.attn_factor" if !matches!(config.rope.scaling, RopeScaling::Long { .. }) => 1.0.into(),
+                // Experts of a model that has none.
+                "expert_count" | "expert_used_count" => 0.into(),
+                _ if OTHERS.contains(&key) || KEYS.iter().any(|(known, _)| *known == key) => continue,
+                _ => return Err(format!("{name}.{key} is {value}; what it changes is not known here")),
+            };
+            if value.as_f64() != needed.as_f64() || value.as_bool() != needed.as_bool() {
+                return Err(format!("{name}.{key} is {value}; of such a model it must be {needed}"));
+            }
+        }
+        Ok(())
     }
 
     /// Refuses factors of RoPE that are not those of the configuration that was made of the file.
@@ -113,18 +158,31 @@ impl Gguf {
             }
             map.insert("rope_scaling".into(), scaling);
         }
-        for (key, config) in [("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id")] {
-            if let Some(token) = self.metadata.get(&format!("tokenizer.ggml.{key}")) {
-                map.insert(config.into(), token.clone());
+        let token = |key: &str| self.metadata.get(&format!("tokenizer.ggml.{key}")).cloned();
+        map.extend(token("bos_token_id").map(|token| ("bos_token_id".into(), token)));
+        let mut ends: Vec<Value> = Vec::new();
+        for token in ENDS.iter().filter_map(|key| token(key)) {
+            if !ends.contains(&token) {
+                ends.push(token);
             }
+        }
+        if !ends.is_empty() {
+            map.insert("eos_token_id".into(), ends.into());
         }
         Ok(map)
     }
 
     fn rope_scaling<'v>(&self, own: &impl Fn(&str) -> Option<&'v Value>) -> Result<Option<Value>, String> {
         let of = |key: &str| own(key).cloned().unwrap_or(Value::Null);
-        let factor = of("rope.scaling.factor");
-        let kind = own("rope.scaling.type").and_then(Value::as_str).filter(|kind| *kind != "none");
+        // Older files have the factor under another name, and no type: linear, as llama.cpp reads them. 0 is none.
+        let factor = own("rope.scaling.factor").or(own("rope.scale_linear"));
+        let factor = factor.filter(|factor| factor.as_f64().is_none_or(|factor| factor != 0.0 && factor != 1.0));
+        let kind = match own("rope.scaling.type").and_then(Value::as_str) {
+            Some("none") => None,
+            Some("linear") | None if factor.is_none() => None,
+            None => Some("linear"),
+            kind => kind,
+        };
         match (self.numbers(rope::FACTORS)?, self.numbers(rope::SHORT)?, self.numbers(rope::LONG)?) {
             (None, None, None) => {}
             (Some(factors), None, None) if kind.is_none() => {

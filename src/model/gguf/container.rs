@@ -11,6 +11,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Versions of the format that are read; they differ from the first in the width of counts.
+/// Elements of a list: a multiple of what the largest vocabularies have.
+const MOST_ELEMENTS: u64 = 1 << 22;
 const VERSIONS: Range<u32> = 2..4;
 /// Where nothing else is said, tensors begin at multiples of this many bytes.
 pub(super) const ALIGNMENT: u64 = 32;
@@ -243,9 +245,13 @@ impl<'a> Reader<'a> {
             8 => self.text()?.into(),
             9 if may_be_list => {
                 let (kind, length) = (self.u32()?, self.u64()?);
-                // Each element takes at least a byte, so that a wrong length ends here and not in memory.
+                // Each element takes at least a byte, so that a wrong length ends here and not in memory; as numbers here they
+                // take many times what they do there.
                 if length > (self.bytes.len() - self.at) as u64 {
                     return Err(format!("a list of {length} elements in a file of {} bytes", self.bytes.len()));
+                }
+                if length > MOST_ELEMENTS {
+                    return Err(format!("a list of {length} elements; at most {MOST_ELEMENTS} are read"));
                 }
                 Value::Array((0..length).map(|_| self.value(kind, false)).collect::<Result<_, _>>()?)
             }

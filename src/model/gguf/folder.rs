@@ -5,12 +5,12 @@
 //! the name is found as llama.cpp's conversion finds it: the one whose tokens of a text of odd cases are those of the folder. A
 //! SentencePiece tokenizer has scores there and merges here: a token's score is less the later its merge comes.
 
-use super::config::ARCHITECTURES;
+use super::config::{ARCHITECTURES, ENDS};
 use super::sentencepiece::SPACE;
 use super::tokenizer::{BYTE, CONTROL, TEXT, UNKNOWN, UNUSED, USER_DEFINED, kinds_of_cuts, tokenizer_json};
 use super::write::Keys;
 use crate::model::config::{Family, RopeScaling};
-use crate::model::{Config, ModelError, Text};
+use crate::model::{ChatTemplate, Config, ModelError, Text};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::path::Path;
@@ -132,6 +132,16 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
         put("model", "gpt2".into());
         put("merges", pairs().map(|pair| Value::from(pair.join(" "))).collect());
     }
+    // The end that the tokenizer names comes first: it is the only one that some programs look for.
+    let settings = std::fs::read_to_string(folder.join("tokenizer_config.json")).unwrap_or_default();
+    let settings: Value = serde_json::from_str(&settings).unwrap_or_default();
+    let ending = settings.pointer("/eos_token/content").unwrap_or(&settings["eos_token"]).clone();
+    let mut ends = config.eos.clone();
+    ends.sort_by_key(|&id| tokens.get(id as usize) != Some(&ending));
+    if ends.len() > ENDS.len() {
+        let (found, places) = (ends.len(), ENDS.len());
+        return Err(wrong(&format!("the model ends texts with {found} tokens; a GGUF file has places for {places}")));
+    }
     put("tokens", tokens.into());
     put("token_type", kinds.into());
     let beginning = original.beginning()?;
@@ -139,13 +149,11 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
     if let Some(bos) = config.bos {
         put("bos_token_id", bos.into());
     }
-    if let Some(&eos) = config.eos.first() {
-        put("eos_token_id", eos.into());
+    for (key, id) in ENDS.into_iter().zip(ends) {
+        put(key, id.into());
     }
-    let settings = std::fs::read_to_string(folder.join("tokenizer_config.json")).unwrap_or_default();
-    let settings: Value = serde_json::from_str(&settings).unwrap_or_default();
-    if let Some(template) = settings["chat_template"].as_str() {
-        map.insert("tokenizer.chat_template".into(), template.into());
+    if let Some(template) = ChatTemplate::find(folder)? {
+        map.insert("tokenizer.chat_template".into(), template.source().into());
     }
     let wanted = original.piece(PROBE)?;
     let ways: Vec<&str> = if in_pieces { vec!["default"] } else { kinds_of_cuts().collect() };

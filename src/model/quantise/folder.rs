@@ -1,7 +1,7 @@
 //! A Hugging Face folder whose matrices are codes: as GPTQ or AWQ pack them, block by block, as [`walk`] makes them, or in another
 //! [`Layout`] ([`super::scaled`]).
 //!
-//! The embedding, the output matrix, norms and biases stay in 16 bits, as in other such folders. `config.json` is the source's with a
+//! The embedding, the output matrix, norms and biases stay as the source's embedding is, 16 bits in most, as in other such folders. `config.json` is the source's with a
 //! `quantization_config` that says how to read the codes; the tokenizer stands beside it.
 
 use super::Quantised;
@@ -68,20 +68,22 @@ pub fn quantise_folder(
             wrote(blocks, config.layers);
             Ok::<(), ModelError>(())
         })
-        .map(drop)
+        // The walk has read blocks by itself, and refused what no model has.
+        .map(|_| false)
     })
 }
 
 /// Writes a folder whose blocks are what `blocks` puts, in the order of the model's parameters.
 ///
 /// # Errors
-/// When the source cannot be read, its matrices cannot be laid out so, or the folder cannot be written; and those of `blocks`.
+/// When the source cannot be read, its matrices cannot be laid out so, or the folder cannot be written; and those of `blocks`, which
+/// say whether they took all that they wrote from the source here: what nobody took is then refused.
 pub(super) fn write(
     source: &Path,
     layout: &dyn Layout,
     output: &Path,
     arena: &Arena,
-    blocks: impl FnOnce(&mut Plain<'_, '_>, &Config, &mut Vec<Quantised>) -> Result<(), ModelError>,
+    blocks: impl FnOnce(&mut Plain<'_, '_>, &Config, &mut Vec<Quantised>) -> Result<bool, ModelError>,
 ) -> Result<Vec<Quantised>, ModelError> {
     let config = Config::read(source)?;
     let wrong = |reason: String| ModelError::Config { path: source.into(), reason };
@@ -99,13 +101,15 @@ pub(super) fn write(
     stream::write(&output.join("model.safetensors"), listing.tensors, metadata, |sink| {
         let mut plain = Plain { found: &mut found, kept, sink };
         done.push(plain.matrix("model.embed_tokens.weight", [config.vocab, config.hidden])?);
-        blocks(&mut plain, &config, &mut done)?;
+        let took_all = blocks(&mut plain, &config, &mut done)?;
         plain.vector("model.norm.weight", config.hidden)?;
         if !config.tied {
             done.push(plain.matrix("lm_head.weight", [config.vocab, config.hidden])?);
         }
-        Ok::<(), ModelError>(())
-    })?;
+        if took_all { found.finish() } else { Ok(()) }
+    })
+    // A folder of a run that failed holds nothing; the next run may have its name.
+    .inspect_err(|_| drop(std::fs::remove_dir(output)))?;
     // Last, so that a folder without it is one that is not whole.
     for (name, content) in files.iter().rev() {
         let fill = |path: &Path| std::fs::write(path, content).map_err(|error| error.to_string());
@@ -174,7 +178,7 @@ impl Layout for Recipe {
             let fits: Vec<String> = fits.map(|group| group.to_string()).collect();
             let instead = match &fits[..] {
                 [] => "no multiple of 32 does".into(),
-                fits => format!("groups of {} do", fits.join(", ")),
+                fits => format!("of these inputs groups of {} do", fits.join(", ")),
             };
             return Err(format!("'{module}' has {width} inputs, which groups of {group} do not divide; {instead}"));
         }
@@ -196,7 +200,7 @@ impl Layout for Recipe {
     }
 
     fn packing(&self) -> Value {
-        let Grid { bits, group, symmetric } = self.grid;
+        let Grid { bits, group, symmetric, .. } = self.grid;
         match self.method {
             Method::Awq => json!({
                 "quant_method": "awq", "bits": bits, "group_size": group, "zero_point": true, "version": "gemm",

@@ -10,6 +10,7 @@ use crate::device::Cpu;
 use crate::format::RowFormat;
 use crate::memory::{Arena, Buffer, Label};
 use crate::model::adapter::base;
+use crate::model::config::Family;
 use crate::model::gguf::{
     Gguf, Keys, head_rows, header, is_gguf, more, number, own_name, padded, rope_tensors, row_of_folder,
 };
@@ -60,7 +61,7 @@ impl std::str::FromStr for Mixture {
         let found = MIXTURES.iter().find(|(name, ..)| *name == text);
         found.map(|&(name, most, number)| Mixture { name, most, number }).ok_or_else(|| {
             let known = MIXTURES.map(|(name, ..)| name).join(", ");
-            let why = if text.parse::<RowFormat>().is_ok() { "has no type in GGUF files" } else { "is not known" };
+            let why = if text.parse::<RowFormat>().is_ok() { "names no mixture of types" } else { "is not known" };
             format!("format '{text}' {why}; those that can be written: {known}")
         })
     }
@@ -229,7 +230,13 @@ pub fn quantise(
     arena: &Arena,
     mut wrote: impl FnMut(usize, usize),
 ) -> Result<Vec<Quantised>, ModelError> {
-    let config = Config::read(source)?;
+    // A Mistral without windows is a Llama by another name, and GGUF files call it so.
+    let config = match Config::read(source)? {
+        config if config.family == Family::Mistral && config.windows.iter().all(Option::is_none) => {
+            Config { family: Family::Llama, ..config }
+        }
+        config => config,
+    };
     let keys = keys(&base(source)?, &config, mixture)?;
     let planned = mixture.plan(&config);
     let mut found = Found::open(source, &config, arena)?;
@@ -273,15 +280,16 @@ pub fn quantise(
             done.push(quantised);
             wrote(index + 1, planned.len());
         }
-        file.flush().map_err(system)
+        file.flush().map_err(system)?;
+        found.finish().map_err(|error| {
+            let said = error.to_string();
+            failed = Some(error);
+            said
+        })
     });
     match failed {
         Some(error) => Err(error),
-        None => {
-            written?;
-            found.finish()?;
-            Ok(done)
-        }
+        None => Ok(written.map(|()| done)?),
     }
 }
 

@@ -92,13 +92,14 @@ impl FromStr for Recipe {
             _ => Method::Nearest,
         };
         let symmetric = name != "awq" && named.flag("symmetric", true)?;
-        Ok(Recipe { method, grid: Grid { bits, group, symmetric } })
+        let least_zero = u8::from(name != "awq");
+        Ok(Recipe { method, grid: Grid { bits, group, symmetric, least_zero } })
     }
 }
 
 impl fmt::Display for Recipe {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Grid { bits, group, symmetric } = self.grid;
+        let Grid { bits, group, symmetric, .. } = self.grid;
         match self.method {
             Method::Nearest => write!(formatter, "int{bits}:group={group},symmetric={symmetric}"),
             Method::Gptq(Gptq { by_size, damp }) => {

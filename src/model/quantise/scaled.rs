@@ -143,6 +143,10 @@ impl Layout for Scaled {
                 (".weight.quant_map", Dtype::F32, vec![NF4_LEVELS.len()]),
                 (".weight.quant_state.bitsandbytes__nf4", Dtype::U8, vec![quant_state(shape, block).len()]),
             ]),
+            // What is written must be read here.
+            Scaled::Fp8 if !width.is_multiple_of(32) => {
+                Err(format!("'{module}' has {width} inputs; fp8 needs a multiple of 32"))
+            }
             Scaled::Fp8 | Scaled::W8a8 { .. } => {
                 let dtype = if *self == Scaled::Fp8 { Dtype::F8_E4M3 } else { Dtype::I8 };
                 let mut parts =
@@ -187,7 +191,7 @@ pub fn quantise_scaled(
             config.block(layer, &mut writer)?;
             wrote(layer + 1, config.layers);
         }
-        Ok(())
+        Ok(true)
     })
 }
 

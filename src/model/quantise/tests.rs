@@ -110,7 +110,7 @@ fn without_inputs_that_go_together_codes_are_the_nearest() {
     let (made_good, _) = coded(recipe("gptq:group=32"), &weights, &inputs, width, &cpu);
     let (nearest, _) = coded(recipe("int4:group=32"), &weights, &inputs, width, &cpu);
     assert_eq!(widened(&made_good, &cpu), widened(&nearest, &cpu));
-    let grid = Grid { bits: 4, group: 32, symmetric: false };
+    let grid = Grid { bits: 4, group: 32, symmetric: false, least_zero: 0 };
     // By hand: from -2 to 5.5 in 15 steps of 0.5.
     let mut group = [0.0; 32];
     group[..4].copy_from_slice(&[5.5, 1.1, -0.8, -2.0]);
@@ -123,6 +123,18 @@ fn without_inputs_that_go_together_codes_are_the_nearest() {
         (8, 7.0 * step.scale.to_f32(), -7.0 * step.scale.to_f32())
     );
     assert_eq!(grid.step(&[0.0; 32]).nearest(grid, 0.0), 0.0);
+    // A zero point of 0 is stored as none where the file holds it less one: all above zero in 14 steps of 0.5.
+    let stored = Grid { least_zero: 1, ..grid };
+    group[..4].copy_from_slice(&[7.0, 1.1, 0.0, 2.0]);
+    assert_eq!((grid.step(&group).zero, stored.step(&group).zero), (0, 1));
+    assert_eq!(stored.step(&group).scale.to_f32(), 0.5);
+    assert_eq!(
+        group[..4].iter().map(|&x| stored.step(&group).nearest(stored, x)).collect::<Vec<_>>(),
+        [7.0, 1.0, 0.0, 2.0]
+    );
+    assert_eq!(stored.step(&[0.0; 32]).zero, 1);
+    group[..4].copy_from_slice(&[5.5, 1.1, -0.8, -2.0]);
+    assert_eq!(stored.step(&group), grid.step(&group));
     for x in [f32::NAN, f32::INFINITY, 1e9] {
         group[3] = x;
         assert!(!grid.step(&group).scale.is_finite(), "{x}");
@@ -299,7 +311,7 @@ fn what_awq_scales_is_divided_where_it_comes_from_in_every_family() {
     let (cpu, arena, folder) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited(), tempfile::tempdir().unwrap());
     let tokens: Vec<u32> = (0..96).map(|at| 3 + at * 11 % 100).collect();
     // Groups of 8 divide these small models.
-    let recipe = Recipe { method: Method::Awq, grid: Grid { bits: 8, group: 8, symmetric: false } };
+    let recipe = Recipe { method: Method::Awq, grid: Grid { bits: 8, group: 8, symmetric: false, least_zero: 0 } };
     let named = ["llama", "llama-bias-tied", "qwen2", "qwen3", "phi3", "gemma2"]
         .map(|name| Path::new("tests/checkpoints").join(name));
     let own = logits(&Model::open(&named[0], &arena).unwrap(), &tokens[..48], &cpu, &arena);

@@ -252,20 +252,27 @@ impl<'a> Found<'a> {
 /// # Errors
 /// When one is missing or damaged.
 pub(crate) fn tensor_files(folder: &Path) -> Result<Vec<TensorFile>, ModelError> {
+    let open = |path: PathBuf| Ok(TensorFile::open(&path)?);
+    weight_paths(folder)?.into_iter().map(open).collect()
+}
+
+/// The files of a folder that weights are read from.
+///
+/// # Errors
+/// When an index cannot be read, or names a file that is not there.
+pub(crate) fn weight_paths(folder: &Path) -> Result<Vec<PathBuf>, ModelError> {
     let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
-    let (names, index) = match (single.exists(), index.exists()) {
-        (false, true) => (shards(&index)?, Some(index)),
-        _ => (vec!["model.safetensors".to_string()], None),
-    };
-    let open = |name: String| {
-        let path = folder.join(&name);
-        if let Some(index) = index.clone().filter(|_| !path.exists()) {
+    if single.exists() || !index.exists() {
+        return Ok(vec![single]);
+    }
+    let path = |name: String| match folder.join(&name) {
+        path if path.exists() => Ok(path),
+        _ => {
             let reason = format!("it names the file '{name}', which is not there");
-            return Err(ModelError::Weights { path: index, reason });
+            Err(ModelError::Weights { path: index.clone(), reason })
         }
-        Ok(TensorFile::open(&path)?)
     };
-    names.into_iter().map(open).collect()
+    shards(&index)?.into_iter().map(path).collect()
 }
 
 /// The files that an index names, each once.

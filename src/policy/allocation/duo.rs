@@ -15,7 +15,7 @@ use super::near::{Near, attention_near, keep_near};
 use super::{OverHeads, OverLayers, layers_of, lens, level, sequence_total};
 use crate::named::Parameter;
 use crate::policy::Axis::{KvHeads, Layers};
-use crate::policy::published::{self, GATES, folder, from_file};
+use crate::policy::published::{self, GATES, folder, from_file, trained_with};
 use crate::policy::{Axis, Context, Learned, Part, PartEntry, PolicyError, Scored, Statistic};
 use std::sync::Arc;
 
@@ -29,8 +29,16 @@ pub const ENTRY: PartEntry = PartEntry {
             and the recent tokens, the others share the rest; gates may be a folder of DuoAttention's authors",
     paper: "2410.10819",
     parameters: &[
-        Parameter { name: "sink", default: "128", about: "first tokens that a streaming head keeps" },
-        Parameter { name: "recent", default: "256", about: "recent tokens that a streaming head keeps" },
+        Parameter {
+            name: "sink",
+            default: "auto",
+            about: "first tokens that a streaming head keeps; auto: as the file's gates were trained, else 128",
+        },
+        Parameter {
+            name: "recent",
+            default: "auto",
+            about: "recent tokens that a streaming head keeps; auto: as the file's gates were trained, else 256",
+        },
         Parameter {
             name: "heads",
             default: "0.5",
@@ -40,16 +48,33 @@ pub const ENTRY: PartEntry = PartEntry {
         GATES,
     ],
     build: |named, assets| {
-        let near = Near { sink: named.count("sink", 128, 0)?, recent: named.count("recent", 256, 1)? };
         let (heads, last) = (named.number("heads", 0.5, 0.0..=1.0)?, named.count("last", 64, 1)?);
+        // A file that the text names is there for these gates; one for all policies may lack them.
+        let is_named = !matches!(named.text(GATES.name), None | Some("auto"));
+        let mut trained = Near { sink: 128, recent: 256 };
         let alpha = match folder(named) {
             Some(path) => {
                 let alpha = published::duo::read(path)?;
                 assets.note(path, &[(ALPHA.0, ALPHA.1, &alpha)])?;
                 Some(alpha)
             }
-            None => from_file(named, assets, |assets| assets.optional(ALPHA.0, ALPHA.1))?,
+            None => from_file(named, assets, |assets| {
+                let alpha = match is_named {
+                    true => assets.needed(ALPHA.0, ALPHA.1)?,
+                    false => assets.optional(ALPHA.0, ALPHA.1)?,
+                };
+                if alpha.is_some() {
+                    let said = |key, least, other| trained_with(assets, key, least).map(|found| found.unwrap_or(other));
+                    trained = Near { sink: said("sink", 0, trained.sink)?, recent: said("recent", 1, trained.recent)? };
+                }
+                Ok(alpha)
+            })?,
         };
+        let count = |key, least, trained| match named.text(key) {
+            None | Some("auto") => Ok(trained),
+            Some(_) => named.count(key, trained, least),
+        };
+        let near = Near { sink: count("sink", 0, trained.sink)?, recent: count("recent", 1, trained.recent)? };
         let streaming: Option<Arc<[bool]>> = alpha.map(|alpha| lowest(&alpha, heads).into());
         let by_layer = streaming.clone();
         let of_heads = Box::new(Duo { near, heads, last, streaming });

@@ -35,6 +35,20 @@ pub fn from_file<T>(
     }
 }
 
+/// What the metadata of a policy's file say of its training, a whole number of at least `least`; nothing where they do not.
+///
+/// # Errors
+/// When it is no such number.
+pub fn trained_with(assets: &Assets<'_>, key: &str, least: usize) -> Result<Option<usize>, PolicyError> {
+    let Some(text) = assets.metadata(key) else { return Ok(None) };
+    match text.parse::<usize>().ok().filter(|&count| count >= least) {
+        Some(count) => Ok(Some(count)),
+        None => Err(PolicyError::File(format!(
+            "{key} of the gates is '{text}'; it must be a whole number of at least {least}"
+        ))),
+    }
+}
+
 /// Configuration and weights of a Hugging Face folder.
 struct Folder {
     path: PathBuf,

@@ -60,7 +60,7 @@ fn of_checkpoint(folder: &Path, window: Option<usize>, assets: &mut Assets<'_>) 
 fn build(window: Option<usize>, assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
     let weight = assets.needed(WEIGHT.0, WEIGHT.1)?;
     let bias = assets.needed(BIAS.0, BIAS.1)?;
-    let trained = assets.metadata("window").and_then(|text| text.parse().ok()).unwrap_or(WINDOW);
+    let trained = published::trained_with(assets, "window", 1)?.unwrap_or(WINDOW);
     let named = |text: String| {
         let wrong = || PolicyError::File(format!("decided_by of the gates is '{text}'; it must be itself or next"));
         DecidedBy::named(&text).ok_or_else(wrong)

@@ -76,6 +76,12 @@ impl Settings {
             }
             least = ratio;
         }
+        let uneven = config.windows.iter().any(|window| *window != config.windows[0]);
+        if uneven {
+            return Err("its gates share a budget out over layers, but this model's layers have different windows; no policy can use \
+                        them"
+                .into());
+        }
         if self.adapters.is_some() && self.ratios.len() > 1 {
             return Err(format!(
                 "{} ratios are asked for; adapters go with the gates of one, so train each by itself",
@@ -107,16 +113,27 @@ impl Settings {
                 "learning rate {learning_rate} and pressure {pressure}; both must be finite and above 0"
             ));
         }
+        let mut done = 0;
+        for &ratio in &self.ratios {
+            if self.end(ratio) == done {
+                return Err(format!("{steps} steps leave none for the ratio {ratio}; give more steps or fewer ratios"));
+            }
+            done = self.end(ratio);
+        }
         Ok(())
+    }
+
+    /// Steps that are done when gates of a ratio are.
+    fn end(&self, ratio: f64) -> usize {
+        let last = self.ratios[self.ratios.len() - 1];
+        ((ratio - 1.0) / (last - 1.0) * self.steps as f64).round() as usize
     }
 
     /// The ratio that a step is on the way to, the one before it, and the steps of this way.
     pub(super) fn stage(&self, step: usize) -> (f64, f64, Range<usize>) {
-        let last = self.ratios[self.ratios.len() - 1];
-        let end = |ratio: f64| ((ratio - 1.0) / (last - 1.0) * self.steps as f64).round() as usize;
-        let at = self.ratios.iter().position(|ratio| step < end(*ratio)).unwrap_or(self.ratios.len() - 1);
+        let at = self.ratios.iter().position(|ratio| step < self.end(*ratio)).unwrap_or(self.ratios.len() - 1);
         let (from, to) = (if at == 0 { 1.0 } else { self.ratios[at - 1] }, self.ratios[at]);
-        (to, from, end(from)..end(to))
+        (to, from, self.end(from)..self.end(to))
     }
 
     /// The fraction of tokens to be evicted in a step.
@@ -129,7 +146,7 @@ impl Settings {
     /// Whether gates that `evicted` a fraction by step `done` let go of everything, or, past half of the steps, of next to
     /// nothing.
     pub(super) fn collapsed(&self, done: usize, evicted: f64, target: f64) -> bool {
-        evicted > 0.99 && target < 0.95 || 2 * done > self.steps && evicted < target / 4.0
+        evicted > 0.99 && evicted > target + 0.01 || 2 * done > self.steps && evicted < target / 4.0
     }
 
     pub(super) fn optimizer(&self) -> Constants {
@@ -181,7 +198,8 @@ mod tests {
         assert_eq!(several.stage(150), (4.0, 2.0, 100..300));
         let cases = [
             (10, 0.995, 0.3, true),
-            (90, 0.995, 0.96, false),
+            (90, 0.995, 0.96, true),
+            (90, 0.995, 0.99, false),
             (20, 0.0, 0.3, false),
             (60, 0.1, 0.6, true),
             (60, 0.2, 0.6, false),
