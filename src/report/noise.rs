@@ -4,6 +4,7 @@
 use super::naming::{BUDGET, CONTEXT, Naming};
 use super::{baseline, text};
 use crate::experiment::record::{Latency, Record, Status};
+use crate::experiment::stats::wilson;
 use crate::units;
 use std::collections::BTreeMap;
 
@@ -98,13 +99,16 @@ fn wide_scores(records: &[&Record]) -> Option<String> {
     let half = |record: &&Record| {
         let answers = record.answers.as_ref()?;
         let score = answers.accuracy?;
-        Some(((score.ci95_high - score.ci95_low) / 2.0, answers.samples))
+        Some(((score.ci95_high - score.ci95_low) / 2.0, answers.samples, score.mean))
     };
-    let scored: Vec<(f64, usize)> = records.iter().filter_map(half).collect();
-    let wide = scored.iter().filter(|(half, _)| *half > WIDE_SCORE);
-    let (most, samples) = wide.clone().max_by(|(a, _), (b, _)| a.total_cmp(b))?;
-    // An interval narrows with the root of the number of samples.
-    let enough = (*samples as f64 * (most / WIDE_SCORE).powi(2) / 10.0).ceil() * 10.0;
+    let scored: Vec<(f64, usize, f64)> = records.iter().filter_map(half).collect();
+    let wide = scored.iter().filter(|(half, ..)| *half > WIDE_SCORE);
+    let (most, samples, share) = wide.clone().max_by(|(a, ..), (b, ..)| a.total_cmp(b))?;
+    let is_enough = |count: &usize| {
+        let (low, high) = wilson(*share, *count);
+        high - low <= 2.0 * WIDE_SCORE
+    };
+    let enough = (1..).map(|tens| 10 * tens).find(is_enough)?;
     let points = |half: f64| format!("{:.0}", 100.0 * half);
     Some(format!(
         "Wide intervals: the score of {} of {} cells is not known to ±{} points, the worst to ±{} with {samples} samples; \

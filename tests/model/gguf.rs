@@ -4,7 +4,8 @@ use crate::common::gguf::{F32, Kind, Parts, Q8_0};
 use crate::common::models::{checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
-use kvsieve::model::{Decoder, Eviction, Model, ModelError, Setup, Text};
+use kvsieve::model::config::RopeScaling;
+use kvsieve::model::{Config, Decoder, Eviction, Model, ModelError, Setup, Text};
 use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
 use serde_json::{Value, json};
@@ -205,6 +206,28 @@ fn what_is_wrong_with_a_file_is_said_in_one_line() {
     for (change, expected) in cases {
         let said = changed(change);
         assert!(said.contains(expected), "{said}");
+    }
+    for (key, value, expected) in [
+        ("attention.scale", json!(0.5), "llama.attention.scale is 0.5; what it changes is not known here"),
+        ("attention.clamp_kqv", json!(8.0), "llama.attention.clamp_kqv is 8"),
+        ("rope.dimension_count", json!(4), "llama.rope.dimension_count is 4; of such a model it must be 8"),
+        ("rope.scaling.attn_factor", json!(0.5), "llama.rope.scaling.attn_factor is 0.5; of such a model it must be 1"),
+        ("expert_count", json!(8), "llama.expert_count is 8; of such a model it must be 0"),
+    ] {
+        let key = format!("llama.{key}");
+        let said = changed(&|parts| {
+            parts.keys.retain(|(known, _)| *known != key);
+            parts.keys.push((key.clone(), value.clone()));
+        });
+        assert!(said.contains(expected), "{said}");
+    }
+    // A factor without a type is linear, as older files have it.
+    for (key, factor) in [("rope.scale_linear", 4.0), ("rope.scaling.factor", 4.0), ("rope.scaling.factor", 1.0)] {
+        let mut parts = parts();
+        parts.keys.push((format!("llama.{key}"), json!(factor)));
+        std::fs::write(&path, parts.bytes()).unwrap();
+        let expected = if factor == 1.0 { RopeScaling::None } else { RopeScaling::Linear { factor } };
+        assert_eq!(Config::read(&path).unwrap().rope.scaling, expected, "{key}");
     }
     for (name, key) in [("longrope", "phi3.rope.scaling.type"), ("llama3", "llama.rope.scaling.type")] {
         let mut parts = Parts::of(&checkpoint(name).folder, F32);

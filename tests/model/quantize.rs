@@ -6,7 +6,7 @@ use crate::common::models::{checkpoint, deviation, furthest, setup};
 use assert_cmd::Command;
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
-use kvsieve::model::{Activation, Config, Decoder, Hook, Mixture, Model, Text, quantise};
+use kvsieve::model::{Activation, ChatTemplate, Config, Decoder, Hook, Message, Mixture, Model, Text, quantise};
 use predicates::str::contains;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -101,6 +101,77 @@ fn a_folder_becomes_a_file_that_reads_and_cuts_text_as_it_does() {
     for text in ["the key of the red door", "it's, isn't it?\n\n  Indented", "<s>the"] {
         assert_eq!(file.piece(text).unwrap(), original.piece(text).unwrap(), "{text}");
     }
+    // Every token that ends a text, the tokenizer's own first; and a template that lies in a file of its own.
+    let config = model.path().join("config.json");
+    let mut keys: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    keys["eos_token_id"] = json!([3, 1, 4]);
+    std::fs::write(&config, keys.to_string()).unwrap();
+    let named = json["model"]["vocab"].as_object().unwrap().iter().find(|(_, id)| **id == 4).unwrap().0;
+    let settings = json!({ "eos_token": { "content": named } });
+    std::fs::write(model.path().join("tokenizer_config.json"), settings.to_string()).unwrap();
+    std::fs::write(model.path().join("chat_template.jinja"), "{{ messages[0].content }}!").unwrap();
+    write(model.path());
+    assert_eq!(Config::read(&output).unwrap().eos, [4, 3, 1]);
+    let said = Message { role: "user".into(), content: "so".into() };
+    assert_eq!(ChatTemplate::open(&output).unwrap().render(&[said], false).unwrap(), "so!");
+    keys["eos_token_id"] = json!([1, 2, 3, 4]);
+    std::fs::write(&config, keys.to_string()).unwrap();
+    refused(model.path(), &["--format", "f32", "--output", output.to_str().unwrap()])
+        .stderr(contains("ends texts with 4 tokens; a GGUF file has places for 3"));
+}
+
+/// A Mistral without windows is what GGUF files call a Llama; one with a window has no place there.
+#[test]
+fn a_mistral_without_windows_becomes_a_file() {
+    let (folder, cpu) = (tempfile::tempdir().unwrap(), Cpu::new(Some(2)).unwrap());
+    let (checkpoint, output) = (checkpoint("mistral"), folder.path().join("out.gguf"));
+    std::fs::copy(checkpoint.folder.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+    let mut keys: Value =
+        serde_json::from_slice(&std::fs::read(checkpoint.folder.join("config.json")).unwrap()).unwrap();
+    keys["sliding_window"] = Value::Null;
+    std::fs::write(folder.path().join("config.json"), keys.to_string()).unwrap();
+    quantise(folder.path(), "f32".parse().unwrap(), &output, &cpu, &Arena::unlimited(), |_, _| ()).unwrap();
+    assert_eq!(logits(&output, &checkpoint.tokens), logits(folder.path(), &checkpoint.tokens));
+    keys["sliding_window"] = json!(8);
+    std::fs::write(folder.path().join("config.json"), keys.to_string()).unwrap();
+    refused(folder.path(), &["--format", "f32", "--output", folder.path().join("no.gguf").to_str().unwrap()])
+        .stderr(contains("a MistralForCausalLM has no place in the GGUF files"));
+}
+
+/// A tensor that the configuration does not know is refused in every format, and what failed leaves nothing behind.
+#[test]
+fn tensors_that_are_not_part_of_the_model_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (source, checkpoint) = (folder.path().join("model"), checkpoint("llama"));
+    std::fs::create_dir(&source).unwrap();
+    std::fs::copy(checkpoint.folder.join("config.json"), source.join("config.json")).unwrap();
+    let bytes = std::fs::read(checkpoint.folder.join("model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let bias = [0.5f32; 32];
+    let rows = file.tensor("model.layers.0.self_attn.q_proj.weight").unwrap().shape()[0];
+    let extra =
+        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![rows], bytemuck::cast_slice(&bias[..rows]));
+    let mut tensors = file.tensors();
+    tensors.push(("model.layers.0.self_attn.q_proj.bias".into(), extra.unwrap()));
+    safetensors::serialize_to_file(tensors, None, &source.join("model.safetensors")).unwrap();
+    for (format, to) in
+        [("q8_0", "out.gguf"), ("int8:group=8", "out"), ("nf4:block=32", "out"), ("fp8", "out"), ("w8a8", "out")]
+    {
+        let to = folder.path().join(to);
+        let outcome = refused(&source, &["--format", format, "--output", to.to_str().unwrap()]);
+        let said = String::from_utf8_lossy(&outcome.get_output().stderr).to_string();
+        // The widths of this checkpoint are no whole blocks of some; what is refused first does not matter.
+        assert!(
+            said.contains("is not part of") || said.contains("inputs") || said.contains("group"),
+            "{format}: {said}"
+        );
+        assert!(!to.exists(), "{format}");
+    }
+    refused(&checkpoint.folder, &["--format", "fp8", "--output", folder.path().join("out").to_str().unwrap()])
+        .stderr(contains("fp8 needs a multiple of 32"));
+    let empty = folder.path().join("w8a8");
+    refused(&source, &["--format", "w8a8", "--output", empty.to_str().unwrap()])
+        .stderr(contains("q_proj.bias' is not part of"));
 }
 
 /// What `quantize` says of a file.
@@ -117,7 +188,7 @@ fn what_cannot_be_written_is_said_in_one_line() {
     let parts = || Parts::of(&checkpoint("llama").folder, Kind("f16", 1));
     std::fs::write(&source, parts().bytes()).unwrap();
     for (format, to, said) in [
-        ("int3", output_text, "format 'int3' has no type in GGUF files; those that can be written: f32, f16"),
+        ("int3", output_text, "format 'int3' names no mixture of types; those that can be written: f32, f16"),
         ("int8", output_text, "int8 is written as a folder, name one"),
         ("nf4", output_text, "nf4 is written as a folder, name one"),
         ("nf4:group=32", output_text, "'nf4' has no parameter 'group'; it has block"),
@@ -295,7 +366,10 @@ fn what_is_missing_for_codes_is_said_before_anything_is_read() {
         (&["--format", "int4", "--samples", "8"], "--text <FILE>"),
         (&["--format", "gptq", "--text", "nowhere.txt"], "nowhere.txt"),
         (&["--format", "int4:group=48"], "group is '48'; it must be a multiple of 32"),
-        (&["--format", "int4:group=96"], "has 128 inputs, which groups of 96 do not divide; groups of 32, 64, 128 do"),
+        (
+            &["--format", "int4:group=96"],
+            "has 128 inputs, which groups of 96 do not divide; of these inputs groups of 32, 64, 128 do",
+        ),
         (&["--format", "gptq:bits=3"], "bits is '3'; it must be"),
         (&["--format", "gptq:order=size"], "order is 'size'; it must be inputs or act"),
         (&["--format", "nf4:block=96"], "block is '96'; it must be 32, 64, 128 or 256"),
@@ -329,7 +403,9 @@ fn what_is_missing_for_codes_is_said_before_anything_is_read() {
     let said = "'model.layers.2.mlp.down_proj.weight' holds NaN in row 127";
     let other = format!("{to}-nf4");
     refused(&source, &["--format", "nf4", "--output", &other]).stderr(contains(said));
+    // What failed leaves its name to the next run.
+    assert!(!Path::new(&to).exists() && !Path::new(&other).exists());
+    std::fs::create_dir(&to).unwrap();
     refused(&source, &["--format", "nf4", "--output", &to])
         .stderr(contains("is there already; nf4 is written as a folder of its own"));
-    assert!(!Path::new(&to).join("model.safetensors").exists() && !Path::new(&to).join("config.json").exists());
 }

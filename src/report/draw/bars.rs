@@ -1,7 +1,7 @@
 //! [`Bars`] as SVG: stacked bars, the measured one in full colour and what it is compared with paler beside it.
 
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
-use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, subtitle};
+use super::{FAINT_INK, GRID, INK, LEAST_TYPE, MARGIN, SMALL, TOP, WHITE, WIDTH, shortened, subtitle, title};
 use crate::report::ReportError;
 use crate::report::bars::{Bar, Bars};
 use crate::report::chart::Quantity;
@@ -72,7 +72,7 @@ fn words(size: f64, colour: Colour, align: Align) -> Words {
 }
 
 fn headings(canvas: &Canvas, bars: &Bars) -> Result<(), ReportError> {
-    canvas.words((MARGIN, 20.0), &bars.title, Words { bold: true, ..words(16.0, INK, Align::Start) })?;
+    title(canvas, &bars.title)?;
     subtitle(canvas, &bars.subtitle)?;
     canvas.words((MARGIN, TOP - 14.0), &bars.y.label, words(SMALL, INK, Align::Start))
 }
@@ -138,7 +138,10 @@ fn is_dark(Colour(red, green, blue): Colour) -> bool {
 }
 
 fn below(canvas: &Canvas, bar: &Bar, centre: f64, layout: &Layout) -> Result<(), ReportError> {
-    canvas.words((centre, layout.bottom + LINE), &bar.name, words(SMALL, INK, Align::Middle))?;
+    // Names of narrow bars are smaller, so that they do not run into each other.
+    let size = (0.999 * SMALL * (layout.slot - 4.0) / text_width(&bar.name, SMALL)).clamp(LEAST_TYPE, SMALL);
+    let name = shortened(&bar.name, layout.slot - 4.0, size);
+    canvas.words((centre, layout.bottom + LINE), &name, words(size, INK, Align::Middle))?;
     for (line, note) in bar.notes.iter().enumerate() {
         let height = layout.bottom + LINE * (line as f64 + 2.0);
         canvas.words((centre, height), note, words(NOTE, FAINT_INK, Align::Middle))?;

@@ -1,7 +1,7 @@
 //! [`Heat`] as SVG: panels side by side, the same colours in all of them, and the scale of colours at the top.
 
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
-use super::{FAINT_INK, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, heading, subtitle};
+use super::{FAINT_INK, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, heading, subtitle, title};
 use crate::report::ReportError;
 use crate::report::heat::{Across, Heat, Panel};
 use crate::report::palette::Colour;
@@ -42,7 +42,7 @@ pub fn svg(heat: &Heat) -> Result<String, ReportError> {
     canvas::svg((WIDTH, height), &format!("{}: maps side by side", heat.title), |canvas| {
         canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
         let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
-        canvas.words((MARGIN, 20.0), &heat.title, Words { size: 16.0, colour: INK, bold: true, ..plain })?;
+        title(canvas, &heat.title)?;
         subtitle(canvas, &heat.subtitle)?;
         key(canvas, heat.ends)?;
         let axes = format!("across: {} · down: {}", heat.across.words(), heat.down);

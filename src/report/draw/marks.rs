@@ -26,12 +26,20 @@ pub fn has_markers(series: &Series) -> bool {
 /// Draws everything inside the plot, what matters most last.
 pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportError> {
     let strip = strip(canvas, chart, frame)?;
+    // Labels of rules that lie close to each other stand side by side, as far as there is room.
+    let mut labelled: Vec<Pixel> = Vec::new();
     for rule in chart.rules.iter().filter(|rule| frame.y.holds(rule.y)) {
         let (_, height) = frame.place(1.0, rule.y);
         let stroke = Stroke { colour: FAINT_INK, width: 1.0, dashed: true };
         canvas.line(&[(frame.left, height), (frame.right, height)], stroke)?;
         let words = Words { size: NOTE, colour: FAINT_INK, bold: false, align: Align::Start };
-        canvas.words((frame.left + 6.0, height - 8.0), &rule.label, words)?;
+        let near = labelled.iter().filter(|(_, other)| (other - height).abs() < NOTE + 2.0).map(|(end, _)| end + 10.0);
+        let start = near.fold(frame.left + 6.0, f64::max);
+        let end = start + text_width(&rule.label, NOTE);
+        if end <= frame.right || start == frame.left + 6.0 {
+            canvas.words((start, height - 8.0), &rule.label, words)?;
+            labelled.push((end, height));
+        }
     }
     for series in &chart.series {
         band(canvas, &chart.y, frame, series)?;

@@ -103,13 +103,21 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
 }
 
 fn headings(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportError> {
-    let title = Words { size: 16.0, colour: INK, bold: true, align: Align::Start };
-    canvas.words((MARGIN, 20.0), &chart.title, title)?;
+    title(canvas, &chart.title)?;
     subtitle(canvas, &chart.subtitle)?;
     let plain = Words { size: SMALL, colour: INK, bold: false, align: Align::Start };
     canvas.words((MARGIN, TOP - 14.0), &chart.y.label, plain)?;
     let below = ((frame.left + frame.right) / 2.0, frame.bottom + 38.0);
     canvas.words(below, &chart.x.label, Words { align: Align::Middle, ..plain })
+}
+
+/// A figure's title, smaller where it is long.
+fn title(canvas: &Canvas, text: &str) -> Result<(), ReportError> {
+    const LARGE: f64 = 16.0;
+    let room = (WIDTH - 2.0 * MARGIN) / BOLD;
+    let size = (0.999 * LARGE * room / text_width(text, LARGE)).clamp(SMALL, LARGE);
+    let words = Words { size, colour: INK, bold: true, align: Align::Start };
+    canvas.words((MARGIN, 20.0), &shortened(text, room, size), words)
 }
 
 /// What all of a figure have in common, below its title.

@@ -1,7 +1,7 @@
 //! [`Rows`] as SVG: names on the left, bars or dots on the right, the axis above and below.
 
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
-use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, fitted, fitting, subtitle};
+use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, fitted, fitting, subtitle, title};
 use crate::report::ReportError;
 use crate::report::chart::Rule;
 use crate::report::palette::Marker;
@@ -56,7 +56,7 @@ pub fn svg(rows: &Rows) -> Result<String, ReportError> {
     canvas::svg((WIDTH, height), &description, |canvas| {
         canvas.polygon(&[(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)], WHITE, 1.0)?;
         let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
-        canvas.words((MARGIN, 20.0), &rows.title, Words { size: 16.0, colour: INK, bold: true, ..plain })?;
+        title(canvas, &rows.title)?;
         subtitle(canvas, &rows.subtitle)?;
         for (kind, &(across, line)) in rows.kinds.iter().zip(&key) {
             let middle = TOP - 14.0 + KEY_LINE * line as f64;
