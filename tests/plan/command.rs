@@ -192,7 +192,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("scale --model llama-3-8b --gpu h100 --ranks 8 --context 8", "--ranks is 8; it must be 1 to 4"),
         ("scale --model llama-3-8b --gpu h100 --per-node 0", "--per-node is 0; a node has 1 to 1048576 cards"),
         ("scale --model llama-3-8b --gpu h100 --context 1", "--context is 1; a ring needs at least 2 tokens"),
-        ("scale --model gpt-neox-20b --gpu h100 --kv-format q4_k", "the head dim is 96"),
+        ("scale --model gpt-neox-20b --gpu h100 --kv-format q4_k", "is a format of weights"),
         ("scale --model llama-3-8b --gpu h100 --network infiniband", "unknown network 'infiniband'; near it are"),
         ("audit src", "there is no run in it"),
         ("allocator Cargo.toml", "not a list of events"),

@@ -139,8 +139,8 @@ fn is_dark(Colour(red, green, blue): Colour) -> bool {
 
 fn below(canvas: &Canvas, bar: &Bar, centre: f64, layout: &Layout) -> Result<(), ReportError> {
     // Names of narrow bars are smaller, so that they do not run into each other.
-    let size = (0.999 * SMALL * (layout.slot - 4.0) / text_width(&bar.name, SMALL)).clamp(LEAST_TYPE, SMALL);
-    let name = shortened(&bar.name, layout.slot - 4.0, size);
+    let size = (0.999 * SMALL * (layout.slot - 10.0) / text_width(&bar.name, SMALL)).clamp(LEAST_TYPE, SMALL);
+    let name = shortened(&bar.name, layout.slot - 10.0, size);
     canvas.words((centre, layout.bottom + LINE), &name, words(size, INK, Align::Middle))?;
     for (line, note) in bar.notes.iter().enumerate() {
         let height = layout.bottom + LINE * (line as f64 + 2.0);

@@ -3,7 +3,7 @@
 use super::canvas::{Align, Canvas, Pixel, Stroke, Words, text_width};
 use super::{FAINT_INK, Frame, INK};
 use crate::report::ReportError;
-use crate::report::chart::{Axis, Chart, Interval, Point, Series};
+use crate::report::chart::{Axis, Chart, Interval, Point, Rule, Series};
 use crate::report::palette::Colour;
 
 const STRIP: Colour = Colour(0xF4, 0xF4, 0xF4);
@@ -26,19 +26,20 @@ pub fn has_markers(series: &Series) -> bool {
 /// Draws everything inside the plot, what matters most last.
 pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportError> {
     let strip = strip(canvas, chart, frame)?;
-    // Labels of rules that lie close to each other stand side by side, as far as there is room.
-    let mut labelled: Vec<Pixel> = Vec::new();
-    for rule in chart.rules.iter().filter(|rule| frame.y.holds(rule.y)) {
-        let (_, height) = frame.place(1.0, rule.y);
+    let heights: Vec<(&Rule, f64)> = chart
+        .rules
+        .iter()
+        .filter(|rule| frame.y.holds(rule.y))
+        .map(|rule| (rule, frame.place(1.0, rule.y).1))
+        .collect();
+    for &(rule, height) in &heights {
         let stroke = Stroke { colour: FAINT_INK, width: 1.0, dashed: true };
         canvas.line(&[(frame.left, height), (frame.right, height)], stroke)?;
-        let words = Words { size: NOTE, colour: FAINT_INK, bold: false, align: Align::Start };
-        let near = labelled.iter().filter(|(_, other)| (other - height).abs() < NOTE + 2.0).map(|(end, _)| end + 10.0);
-        let start = near.fold(frame.left + 6.0, f64::max);
-        let end = start + text_width(&rule.label, NOTE);
-        if end <= frame.right || start == frame.left + 6.0 {
-            canvas.words((start, height - 8.0), &rule.label, words)?;
-            labelled.push((end, height));
+        // Words of rules that lie close to each other could not be read; the legend has them.
+        let is_alone = heights.iter().filter(|(_, other)| (other - height).abs() < NOTE + 4.0).count() == 1;
+        if is_alone {
+            let words = Words { size: NOTE, colour: FAINT_INK, bold: false, align: Align::Start };
+            canvas.words((frame.left + 6.0, height - 8.0), &rule.label, words)?;
         }
     }
     for series in &chart.series {
