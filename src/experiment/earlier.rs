@@ -1,6 +1,10 @@
-//! Records of earlier schemas: fields that only have another name now are read under it, so that old runs can still be drawn.
+//! Records of earlier programs: fields that only have another name now are read under it, and intervals that are defined otherwise now
+//! are made again from their samples, so that old runs can still be drawn, and beside new ones.
 
+use super::answers::Estimate;
+use super::record::Record;
 use serde_json::Value;
+use std::collections::HashMap;
 
 /// The schema before the current one.
 const V2: &str = "kvsieve/cell/v2";
@@ -28,6 +32,34 @@ pub(super) fn renew(record: &mut Value) {
     record["schema"] = super::record::SCHEMA.into();
 }
 
+/// Intervals of scores, and of their differences from the full cache's, as they are defined now: of records that have them so already
+/// nothing changes.
+pub(super) fn renew_intervals(records: &mut [Record]) {
+    let scores = |record: &Record| {
+        record.answers.as_ref().map(|answers| answers.sample_scores.clone()).filter(|scores| !scores.is_empty())
+    };
+    let is_plain = |record: &&Record| {
+        let cell = &record.cell;
+        cell.policy.as_deref() == Some("full")
+            && cell.kv_format.is_none()
+            && cell.weights.is_none()
+            && cell.activations.is_none()
+    };
+    let full = records.iter().filter(is_plain);
+    let full: HashMap<String, Vec<f64>> =
+        full.filter_map(|record| Some((record.cell.without_choice().id(), scores(record)?))).collect();
+    for record in records {
+        let Some(own) = scores(record) else { continue };
+        let full = full.get(&record.cell.without_choice().id()).filter(|full| full.len() == own.len());
+        let Some(answers) = &mut record.answers else { continue };
+        answers.accuracy = answers.accuracy.and(Estimate::of_shares(&[&own]));
+        if let (Some(_), Some(full)) = (answers.accuracy_difference, full) {
+            let differences = own.iter().zip(full).map(|(own, full)| own - full).collect();
+            answers.accuracy_difference = Estimate::of_differences(differences);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use crate::experiment::record::SCHEMA;
@@ -38,10 +70,16 @@ mod tests {
     fn the_reference_runs_are_read() {
         let folders = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("results/reference")).unwrap();
         let folders = folders.map(|entry| entry.unwrap().path()).filter(|folder| folder.join(store::CELLS).exists());
-        let mut simulated = 0;
+        let (mut simulated, mut scores) = (0, 0);
         for folder in folders {
             let (records, _) = store::read(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
             assert!(records.iter().all(|record| record.schema == SCHEMA), "{}", folder.display());
+            // Scores that are all alike have an interval too, whenever they were recorded.
+            let answers = records.iter().filter_map(|record| record.answers.as_ref());
+            let scored =
+                answers.filter(|answers| !answers.sample_scores.is_empty()).filter_map(|answers| answers.accuracy);
+            assert!(scored.clone().all(|score| score.ci95_low < score.ci95_high), "{}", folder.display());
+            scores += scored.count();
             for usage in records.iter().filter_map(|record| record.serving.as_ref()) {
                 let sum =
                     usage.token_fraction + usage.reserved_fraction + usage.internal_fraction + usage.external_fraction;
@@ -50,5 +88,6 @@ mod tests {
             }
         }
         assert!(simulated > 0, "the run paging-waste is one of them");
+        assert!(scores > 100, "eval-builtin is one of them");
     }
 }

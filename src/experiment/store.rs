@@ -155,6 +155,7 @@ pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreErro
     let mut records = read_parts(folder)?;
     // Last, because what failed while processes shared the run is run again into it, and of two records the later counts.
     records.extend(read_records(&folder.join(CELLS))?.0);
+    earlier::renew_intervals(&mut records);
     let path = folder.join("env.json");
     let environment = match fs::read_to_string(&path) {
         Ok(text) => serde_json::from_str(&text)
