@@ -74,6 +74,14 @@ impl<'a> Source<'a> {
         Ok(Source::Text(TextSource::open(path, vocabulary, length, seed).map_err(misfit)?))
     }
 
+    /// Most bytes of the arena that reading takes for a while.
+    fn bytes(&self, threads: usize) -> u64 {
+        match self {
+            Source::Written(written) => written.writing_bytes(threads),
+            Source::Generated(_) | Source::Text(_) => 0,
+        }
+    }
+
     /// `count` sequences of `len` tokens, from number `first` on; numbers from [`HELD_OUT`] on are of what no step reads.
     fn tokens(&mut self, cpu: &Cpu, first: u64, [count, len]: [usize; 2]) -> Result<Vec<u32>, TrainError> {
         match self {
@@ -118,7 +126,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let count = Gates::count(&config, fate) + layout.as_ref().map_or(0, Layout::count);
     let of_adapters = layout.as_ref().map(|layout| layout.bytes(&extents)).unwrap_or_default();
     let of_both = Gates::bytes(&extents, fate).into_values().chain(of_adapters.into_values()).sum::<u64>();
-    let beside = of_both + AdamW::bytes(count) + arena.usage().live_bytes;
+    let beside = of_both + AdamW::bytes(count) + arena.usage().live_bytes + source.bytes(cpu.threads());
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
 

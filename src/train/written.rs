@@ -9,7 +9,7 @@ use super::text::HELD_OUT;
 use super::vocabulary::Vocabulary;
 use crate::device::Cpu;
 use crate::memory::Arena;
-use crate::model::{Config, Decoder, Model, ModelError, Sampler, Sampling, Setup};
+use crate::model::{Config, Decoder, Model, ModelError, Sampler, Sampling, Setup, bytes};
 use crate::tensor::DType;
 use rayon::prelude::*;
 use std::path::Path;
@@ -67,11 +67,20 @@ impl<'a> Written<'a> {
         Ok(tokens)
     }
 
+    fn setup(&self) -> Setup<'static> {
+        Setup { batch: TOGETHER as usize, chunk_tokens: self.begin.len(), ..Setup::of(self.len, self.dtype) }
+    }
+
+    /// Most bytes of the arena while sequences are written, besides the model's.
+    pub fn writing_bytes(&self, threads: usize) -> u64 {
+        let (prompts, steps) = (vec![self.begin.len(); TOGETHER as usize], self.len - self.begin.len());
+        let all = bytes(&self.model, &self.setup(), &prompts, steps, threads);
+        all.expect("the setup's kernel is a registered one") - self.model.weights.bytes()
+    }
+
     /// A block's sequences, `[TOGETHER, len]`.
     fn write(&self, cpu: &Cpu, first: u64) -> Result<Vec<u32>, ModelError> {
-        let setup =
-            Setup { batch: TOGETHER as usize, chunk_tokens: self.begin.len(), ..Setup::of(self.len, self.dtype) };
-        let mut decoder = Decoder::new(&self.model, setup, cpu, self.arena)?;
+        let mut decoder = Decoder::new(&self.model, self.setup(), cpu, self.arena)?;
         // Numbers that follow each other are far apart as seeds.
         let seed = |number: u64| self.seed.wrapping_add(number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let writer = |number| Writer {

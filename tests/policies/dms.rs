@@ -44,7 +44,7 @@ fn train(settings: &Settings, out: &Path, resume: bool, stop_after: Option<usize
     dms::run(settings, &cpu, &options, &mut |line| lines.push(line.clone())).map(|()| lines)
 }
 
-/// Weights and biases of a run's gates; the texts of their file come in any order.
+/// Weights and biases of a run's gates.
 fn gates(out: &Path) -> [Vec<u8>; 2] {
     gates_of("dms", out)
 }
@@ -244,6 +244,19 @@ fn a_model_writes_its_own_text_and_writes_it_again_when_a_run_goes_on() {
     assert!(gates(&whole) == gates(&parts), "resumed gates differ");
     let record: Value = serde_json::from_slice(&fs::read(whole.join("training.json")).unwrap()).unwrap();
     assert_eq!((&record["settings"]["written"], &record["settings"]["text"]), (&json!(true), &Value::Null));
+    // What writing takes is known beforehand: with a byte less, activations are computed again.
+    let (tight, limit_bytes) = (folder.path().join("tight"), record["peak_bytes"].as_u64().unwrap() - 1);
+    let options =
+        Options { out: tight.clone(), resume: false, stop_after: None, limit_bytes, environment: Value::Null };
+    dms::run(&written, &Cpu::new(Some(2)).unwrap(), &options, &mut |_| ()).unwrap();
+    let other: Value = serde_json::from_slice(&fs::read(tight.join("training.json")).unwrap()).unwrap();
+    assert_eq!(record["recompute"], "none");
+    assert_ne!(other["recompute"], record["recompute"]);
+    // The same run makes the same file, and a finished one is left as it is.
+    assert!(fs::read(whole.join(dms::POLICY)).unwrap() == fs::read(parts.join(dms::POLICY)).unwrap());
+    train(&written, &whole, true, None).unwrap();
+    let again: Value = serde_json::from_slice(&fs::read(whole.join("training.json")).unwrap()).unwrap();
+    assert_eq!(record, again);
     let mut command = kvsieve();
     command.args(["train", "--method", "kvzap", "--model", "builtin", "--text", "model", "--out"]).arg(&whole);
     command
