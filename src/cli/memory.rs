@@ -6,7 +6,7 @@ mod text;
 use super::failure::Failure;
 use super::{Compute, output};
 use crate::episodic::matrix::Matrix;
-use crate::episodic::{FactMemory, FactShape, Facts, read_vectors};
+use crate::episodic::{FactMemory, FactShape, Facts, MOST_FACTS, read_vectors};
 use crate::memory::{Arena, Label, Usage};
 use crate::tensor::file::{self, Output};
 use crate::units;
@@ -110,7 +110,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let vectors = read_vectors(&args.input, &arena)?;
     let (text, shape, mut facts) = match (&args.memory, &args.from) {
         (Some(text), _) if args.action == Action::Write => {
-            let most_facts = args.most_facts.unwrap_or(vectors.rows()).max(1);
+            let most_facts = args.most_facts()?.unwrap_or(vectors.rows()).max(1);
             let shape = FactShape { width: vectors.columns(), most_facts };
             let memory = FactMemory::parse(text)?;
             (text.clone(), shape, cpu.install(|| memory.open(&shape, &arena))?)
@@ -141,6 +141,16 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 }
 
 impl Args {
+    /// Facts that are listed, if they were told.
+    fn most_facts(&self) -> Result<Option<usize>, Failure> {
+        match self.most_facts {
+            Some(most) if most > MOST_FACTS => {
+                Err(Failure::usage(format!("--most-facts is {most}; it must be at most {MOST_FACTS}")))
+            }
+            most => Ok(most),
+        }
+    }
+
     /// Says what was done.
     fn tell(
         &self,

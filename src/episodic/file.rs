@@ -1,4 +1,4 @@
-//! A memory of facts in a file: its matrices as f64 tensors, with its name, its shape and a hash of the numbers.
+//! A memory of facts in a file: its matrices as f64 tensors, with its name, its shape and a hash of all of these.
 
 use super::matrix::Matrix;
 use super::{EpisodicError, FactMemory, FactShape, Facts};
@@ -16,7 +16,8 @@ impl Facts {
     pub fn save(&mut self, path: &Path, text: &str, shape: &FactShape) -> Result<(), EpisodicError> {
         let origin = self.origin.clone();
         let parts = self.parts();
-        let hash = hash(parts.iter().map(|(_, part)| bytemuck::cast_slice(part)));
+        let said = [text, &shape.width.to_string(), &shape.most_facts.to_string(), &origin].join("\n");
+        let hash = hash(&said, parts.iter().map(|(_, part)| bytemuck::cast_slice(part)));
         let outputs: Vec<Output<'_>> = parts
             .iter()
             .map(|(name, part)| Output {
@@ -65,9 +66,10 @@ impl Facts {
             }
             bytemuck::cast_slice_mut(part).copy_from_slice(stored.bytes(entry.range.clone()));
         }
-        let found = hash(facts.parts().iter().map(|(_, part)| bytemuck::cast_slice(part)));
+        let said = [&name, &text("width")?, &text("most_facts")?, &facts.origin].map(String::as_str).join("\n");
+        let found = hash(&said, facts.parts().iter().map(|(_, part)| bytemuck::cast_slice(part)));
         if found != text("hash")? {
-            return Err(wrong("its numbers are not those that were saved (their hash differs)".into()));
+            return Err(wrong("its numbers and words are not those that were saved (their hash differs)".into()));
         }
         Ok((name, shape, facts))
     }
@@ -113,8 +115,10 @@ pub fn read_vectors(path: &Path, arena: &Arena) -> Result<Matrix, EpisodicError>
     }
 }
 
-fn hash<'b>(parts: impl Iterator<Item = &'b [u8]>) -> String {
+/// Of what a file says and of its numbers.
+fn hash<'b>(said: &str, parts: impl Iterator<Item = &'b [u8]>) -> String {
     let mut hasher = blake3::Hasher::new();
+    hasher.update(said.as_bytes());
     parts.for_each(|bytes| {
         hasher.update(bytes);
     });

@@ -2,7 +2,7 @@
 //! it is most like.
 
 use super::matrix::{Matrix, cosine};
-use super::{EpisodicError, FactMemoryEntry, Method, Noise, Step, Store};
+use super::{EpisodicError, FactMemoryEntry, MOST_FACTS, Method, Noise, Step, Store};
 use crate::memory::{Arena, ArenaError, Label, LabelBytes};
 use crate::named::Parameter;
 
@@ -11,9 +11,9 @@ pub const ENTRY: FactMemoryEntry = FactMemoryEntry {
     about: "The latest facts as they are, each in a slot of its own; a cue gets the one of the largest cosine",
     paper: "",
     parameters: &[Parameter { name: "slots", default: "64", about: "facts that are kept" }],
-    build: |named| {
-        let slots = named.count("slots", 64, 1)?;
-        Ok(Box::new(List { slots }))
+    build: |named| match named.count("slots", 64, 1)? {
+        slots if slots <= MOST_FACTS => Ok(Box::new(List { slots })),
+        _ => Err(named.wrong("slots", format!("1 to {MOST_FACTS}"))),
     },
 };
 
@@ -77,10 +77,11 @@ impl Ring {
         true
     }
 
-    /// The vector of the largest cosine, and this cosine; of equals the first.
+    /// The vector of the largest cosine, and this cosine; of equals the first. Where there is none it is zeros, infinitely far.
     pub(super) fn nearest(&self, cue: &[f64]) -> (&[f64], f64) {
         let mut best = (self.facts.row(0), f64::NEG_INFINITY);
-        for index in 0..self.facts.rows() {
+        let is_there = |index: &usize| self.facts.row(*index).iter().any(|&value| value != 0.0);
+        for index in (0..self.facts.rows()).filter(is_there) {
             let likeness = cosine(cue, self.facts.row(index));
             if likeness > best.1 {
                 best = (self.facts.row(index), likeness);
@@ -135,5 +136,13 @@ mod tests {
         assert!(ring.remove(&[5.0]) && ring.remove(&[3.0]));
         [6.0, 7.0, 8.0].iter().for_each(|&fact| ring.add(&[fact]));
         assert_eq!(held(&ring), [6.0, 7.0, 8.0]);
+    }
+
+    #[test]
+    fn an_empty_place_is_no_fact() {
+        let mut ring = Ring::new(&Arena::unlimited(), 2, 1).unwrap();
+        assert_eq!(ring.nearest(&[1.0]), (&[0.0][..], f64::NEG_INFINITY));
+        ring.add(&[-3.0]);
+        assert_eq!(ring.nearest(&[1.0]), (&[-3.0][..], -1.0));
     }
 }

@@ -27,6 +27,9 @@ use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::file::FileError;
 use matrix::Matrix;
 
+/// Facts that may be listed one by one.
+pub const MOST_FACTS: usize = 1 << 32;
+
 /// What a memory is opened for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FactShape {

@@ -236,7 +236,7 @@ impl MemoryState for State {
             (list * room + from) * head_dim..(list * room + to) * head_dim
         };
         // How many of each head's modes were copied; `None` where all are read where they lie.
-        let mut chosen = Vec::with_capacity(kv_heads);
+        let (mut chosen, mut looked_at) = (Vec::with_capacity(kv_heads), 0);
         for head in 0..kv_heads {
             let list = at.sequence * kv_heads + head;
             let modes = &self.facts[list * slots..][..self.counts[list]];
@@ -257,6 +257,7 @@ impl MemoryState for State {
                 self.picked[1][to].copy_from_slice(&self.modes[VALUES][from]);
             }
             chosen.push(Some(picked.len()));
+            looked_at += modes.len();
         }
         let runs = |(head, chosen): (usize, Option<usize>)| {
             let list = at.sequence * kv_heads + head;
@@ -273,7 +274,7 @@ impl MemoryState for State {
             let seen = rows(list, window, hidden.saturating_sub(first), tokens);
             [modes, Run { k: &self.tokens[ROTATED][seen.clone()], v: &self.tokens[VALUES][seen] }]
         };
-        Runs::new(head_dim, chosen.into_iter().enumerate().map(runs))
+        Runs::new(head_dim, chosen.into_iter().enumerate().map(runs)).chosen_by(looked_at)
     }
 
     fn write(&mut self, at: &At<'_>) {
@@ -316,15 +317,6 @@ impl MemoryState for State {
     fn held_rows(&self, sequence: usize) -> usize {
         let heads = self.shape.kv_heads;
         self.counts(sequence).iter().sum::<usize>() + heads * self.segments[sequence].tokens
-    }
-
-    fn read_bytes(&self, sequence: usize) -> u64 {
-        let top = self.asked.top.unwrap_or(usize::MAX);
-        // Where modes are chosen, all keys are read for that.
-        let rows = |&modes: &usize| if modes > top { modes + 2 * top } else { 2 * modes };
-        let past: usize = self.counts(sequence).iter().map(rows).sum();
-        let own = 2 * self.shape.kv_heads * (self.segments[sequence].tokens + 1);
-        4 * ((past + own) * self.shape.head_dim) as u64
     }
 
     fn modes(&self, sequence: usize) -> Option<Modes> {

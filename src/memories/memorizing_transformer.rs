@@ -175,20 +175,12 @@ impl MemoryState for State {
             let [k, v] = &self.picked;
             [Run { k: &k[picked.clone()], v: &v[picked] }, Run { k: &self.k[rows.clone()], v: &self.v[rows] }]
         };
-        Runs::new(head_dim, (0..self.shape.q_heads).map(runs))
+        let looked_at = if chooses { self.shape.kv_heads * (segment - hidden) } else { 0 };
+        Runs::new(head_dim, (0..self.shape.q_heads).map(runs)).chosen_by(looked_at)
     }
 
     fn held_rows(&self, sequence: usize) -> usize {
         self.seen[sequence] * self.shape.kv_heads
-    }
-
-    fn read_bytes(&self, sequence: usize) -> u64 {
-        let MemoryShape { q_heads, kv_heads, head_dim, .. } = self.shape;
-        let (seen, top) = (self.seen[sequence], self.asked.top);
-        let past = seen - seen % self.asked.window;
-        // Where tokens are chosen, all keys of the past are read for that.
-        let of_past = if past > top { kv_heads * past + 2 * q_heads * top } else { 2 * kv_heads * past };
-        4 * ((of_past + 2 * kv_heads * (seen - past + 1)) * head_dim) as u64
     }
 
     fn fork(&mut self, from: usize, to: usize) {

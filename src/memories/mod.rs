@@ -99,9 +99,6 @@ pub trait MemoryState: Send {
     /// Rows of keys and values that a sequence holds, summed over the KV heads.
     fn held_rows(&self, sequence: usize) -> usize;
 
-    /// KV bytes that the next token of a sequence reads.
-    fn read_bytes(&self, sequence: usize) -> u64;
-
     /// What the modes of a sequence hold; `None` of a memory without modes, or while there are none.
     fn modes(&self, _sequence: usize) -> Option<Modes> {
         None

@@ -18,6 +18,8 @@ pub struct Runs<'a> {
     head_dim: usize,
     /// Of each head: runs that are not empty, each with its first row's number.
     heads: Vec<Vec<(usize, Run<'a>)>>,
+    /// Keys that were looked at besides, to choose which rows these are, over all heads.
+    looked_at: usize,
 }
 
 impl<'a> Runs<'a> {
@@ -39,7 +41,21 @@ impl<'a> Runs<'a> {
             }
             numbered
         };
-        Runs { head_dim, heads: heads.into_iter().map(|runs| head(runs.into_iter())).collect() }
+        Runs { head_dim, heads: heads.into_iter().map(|runs| head(runs.into_iter())).collect(), looked_at: 0 }
+    }
+
+    /// The same, chosen by so many keys, over all heads.
+    pub fn chosen_by(self, keys: usize) -> Self {
+        Runs { looked_at: keys, ..self }
+    }
+
+    /// Bytes that are read: keys and values, those that several heads share once, and keys that were looked at to choose them.
+    pub fn bytes(&self) -> u64 {
+        let mut runs: Vec<&[f32]> = self.heads.iter().flatten().flat_map(|(_, run)| [run.k, run.v]).collect();
+        runs.sort_by_key(|run| (run.as_ptr(), run.len()));
+        runs.dedup_by_key(|run| (run.as_ptr(), run.len()));
+        let elements = runs.iter().map(|run| run.len()).sum::<usize>() + self.looked_at * self.head_dim;
+        (elements * size_of::<f32>()) as u64
     }
 
     /// Rows of the longest head.

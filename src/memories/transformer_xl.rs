@@ -120,12 +120,6 @@ impl MemoryState for Ring {
         self.seen[sequence].min(self.asked.ring(&self.shape)) * self.shape.kv_heads
     }
 
-    fn read_bytes(&self, sequence: usize) -> u64 {
-        let seen = self.seen[sequence];
-        let rows = self.shape.kv_heads * (seen + 1 - self.asked.oldest(seen, None));
-        2 * 4 * (rows * self.shape.head_dim) as u64
-    }
-
     fn fork(&mut self, from: usize, to: usize) {
         let len = self.k.len() / self.shape.sequences;
         for rows in [&mut self.k, &mut self.v] {

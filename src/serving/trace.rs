@@ -117,7 +117,7 @@ impl Trace {
             let wrong = || named.wrong(key, format!("a whole number from {least} to {most}"));
             if value <= most { Ok(value) } else { Err(wrong()) }
         };
-        let pool = Pool { slots: number("slots", 1, 1 << 40)?, max_tokens: number("max", 2, 1 << 30)? };
+        let pool = Pool { slots: number("slots", 1, 1 << 28)?, max_tokens: number("max", 2, 1 << 30)? };
         let steps = number("steps", 1, 1_000_000_000)?;
         let warmup = number("warmup", 0, 1_000_000_000)?;
         if warmup >= steps {

@@ -47,7 +47,7 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
             (name, shape, Editor::with(&encoder, &maps, facts, arena))
         }
         None if args.action == Action::Write => {
-            let most_facts = args.most_facts.unwrap_or(lines.len().max(LEAST_FACTS)).max(1);
+            let most_facts = args.most_facts()?.unwrap_or(lines.len().max(LEAST_FACTS)).max(1);
             let name = Editor::memory(MEMORY, &maps)?;
             let mut editor = Editor::new(&encoder, &maps, (&name, most_facts), arena)?;
             editor.facts.origin = model.fingerprint.clone();

@@ -17,6 +17,8 @@ pub(super) struct Remembered<'a> {
     memory: &'a dyn Memory,
     shape: MemoryShape,
     state: Box<dyn MemoryState>,
+    /// KV bytes that the tokens of each sequence that came last read, by sequence of the state.
+    read_bytes: Vec<u64>,
 }
 
 fn shape(config: &Config, setup: &Setup<'_>) -> MemoryShape {
@@ -33,7 +35,7 @@ fn shape(config: &Config, setup: &Setup<'_>) -> MemoryShape {
 impl<'a> Remembered<'a> {
     pub fn open(memory: &'a dyn Memory, model: &Model, setup: &Setup<'_>, arena: &Arena) -> Result<Self, ArenaError> {
         let shape = shape(&model.config, setup);
-        Ok(Remembered { memory, shape, state: memory.open(&shape, arena)? })
+        Ok(Remembered { memory, shape, state: memory.open(&shape, arena)?, read_bytes: vec![0; shape.sequences] })
     }
 
     /// Bytes of keys and values.
@@ -48,7 +50,7 @@ impl<'a> Remembered<'a> {
 
     /// As [`Decoder::step_kv_bytes`].
     pub fn read_bytes(&self, layers: usize, batch: usize, sequence: usize) -> u64 {
-        (0..layers).map(|layer| self.state.read_bytes(layer * batch + sequence)).sum()
+        (0..layers).map(|layer| self.read_bytes[layer * batch + sequence]).sum()
     }
 
     /// As [`Decoder::modes`].
@@ -57,11 +59,17 @@ impl<'a> Remembered<'a> {
     }
 
     pub fn fork(&mut self, layers: usize, batch: usize, from: usize, to: usize) {
-        (0..layers).for_each(|layer| self.state.fork(layer * batch + from, layer * batch + to));
+        for (from, to) in (0..layers).map(|layer| (layer * batch + from, layer * batch + to)) {
+            self.state.fork(from, to);
+            self.read_bytes[to] = self.read_bytes[from];
+        }
     }
 
     pub fn free(&mut self, layers: usize, batch: usize, sequence: usize) {
-        (0..layers).for_each(|layer| self.state.free(layer * batch + sequence));
+        for sequence in (0..layers).map(|layer| layer * batch + sequence) {
+            self.state.free(sequence);
+            self.read_bytes[sequence] = 0;
+        }
     }
 }
 
@@ -123,7 +131,8 @@ impl Decoder<'_> {
     /// When there is no memory.
     pub(super) fn remember(&mut self, layer: usize, chunks: &[Chunk]) -> Result<(), ModelError> {
         let (config, batch) = (&self.model.config, self.setup.batch);
-        let Remembered { memory, shape, state } = self.memory.as_mut().expect("a memory in place of the cache");
+        let Remembered { memory, shape, state, read_bytes } =
+            self.memory.as_mut().expect("a memory in place of the cache");
         let (q_width, kv_width, window) = (config.q_width(), config.kv_width(), config.windows[layer]);
         let params = Params { window: None, ..attend::params(config, layer) };
         for chunk in chunks {
@@ -138,6 +147,7 @@ impl Decoder<'_> {
                 state.append(&at, of(k, config.kv_heads), of(v, config.kv_heads));
                 let q = of(&self.buffers.q[row * q_width..(row + count) * q_width], config.q_heads);
                 let runs = state.read(&at, q);
+                read_bytes[at.sequence] = runs.bytes();
                 let roomy = extents(*memory, shape, config, count);
                 let (kernel, outputs, workspace) = self.attend.room(config, &roomy, self.cpu.threads(), self.arena)?;
                 let call = Forward {
