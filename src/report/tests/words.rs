@@ -40,10 +40,10 @@ fn the_summary_compares_with_the_baseline_of_the_same_cell() {
 
     | context | kernel      |      peak | median |     ± |  drift | vs naive |
     |--------:|-------------|----------:|-------:|------:|-------:|---------:|
-    |      8K | naive       |  2.04 GiB | 7.64 s | ±5.0% | 6.4e-7 |    1.00x |
-    |      8K | tiled:br=64 |  41.0 MiB | 2.75 s | ±5.0% | 4.9e-7 |    2.78x |
+    |      8K | naive       |  2.04 GiB | 7.64 s | ±4.5% | 6.4e-7 |    1.00x |
+    |      8K | tiled:br=64 |  41.0 MiB | 2.75 s | ±4.5% | 4.9e-7 |    2.78x |
     |     16K | naive       | ~8.08 GiB |    oom |     – |      – |        – |
-    |     16K | tiled:br=64 |  81.0 MiB | 11.0 s | ±5.0% | 5.3e-7 |        – |
+    |     16K | tiled:br=64 |  81.0 MiB | 11.0 s | ±4.5% | 5.3e-7 |        – |
 
     ### evict
 
@@ -51,9 +51,9 @@ fn the_summary_compares_with_the_baseline_of_the_same_cell() {
 
     | policy | budget |       kv |  decode |     ± |  drift | recall | vs full |
     |--------|-------:|---------:|--------:|------:|-------:|-------:|--------:|
-    | full   |      1 | 4.00 MiB |  486 µs | ±5.0% | 3.0e-7 |   100% |   1.00x |
+    | full   |      1 | 4.00 MiB |  486 µs | ±4.5% | 3.0e-7 |   100% |   1.00x |
     | h2o    |   0.25 |        – | skipped |     – |      – |      – |       – |
-    | h2o    |    0.5 | 2.00 MiB |  259 µs | ±5.0% | 0.0284 |    90% |   1.88x |
+    | h2o    |    0.5 | 2.00 MiB |  259 µs | ±4.5% | 0.0284 |    90% |   1.88x |
     ");
 }
 
