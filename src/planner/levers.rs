@@ -1,9 +1,10 @@
 //! Levers: what could be changed, what each gains in context, and what it costs in accuracy and time.
 //!
 //! A lever's price adds up what it spends: the logarithm of how much longer a sequence takes (its share of prompt and 256 more
-//! tokens, by the roofline; 1 for layers on the host of a card whose speed is not known), ten times its KL divergence, 1 where that was never measured, 2 for each doubling of cards, and 0.01 for
-//! being a change at all. Levers are ranked by gained context (log2 of the factor) per price. A search over one lever of
-//! each kind finds the set of least price that fits a context.
+//! tokens, by the roofline; 1 for layers on the host of a card whose speed is not known), ten times its KL divergence, 1 where
+//! that was never measured, 2 for each doubling of cards, and 0.01 for being a change at all. Levers are ranked by gained
+//! context (log2 of the factor) per price. A search over one lever of each kind finds the set of least price that fits a
+//! context.
 
 use super::PlanError;
 use super::presets::{LOSSES, MODELS, Measured, WEIGHT_FORMATS};

@@ -32,22 +32,18 @@ const KEYS: [(&str, &str); 11] = [
 ];
 
 /// Further keys of an architecture that say nothing of what it computes, or are looked at where they are needed.
-const OTHERS: [&str; 15] = [
+const OTHERS: [&str; 11] = [
     "vocab_size",
     "tensor_data_layout",
     "pooling_type",
-    "attention.value_length",
     "attention.sliding_window",
     "attention.sliding_window_pattern",
-    "attention.causal",
-    "rope.dimension_count",
     "rope.scale_linear",
     "rope.scaling.type",
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
     "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
-    "rope.scaling.yarn_log_multiplier",
 ];
 
 /// Tokens that end a text: of a text, of a turn, of a message.
