@@ -227,7 +227,10 @@ fn torn_last_lines_are_cut_off_and_damaged_ones_are_named() {
         assert_eq!(desk.run(&["--resume"]), run);
         let again = cells(&run);
         assert!(again.starts_with(&whole[..whole.len() - lines[2].len()]));
-        assert_eq!(records(&again).len(), 3, "cut by {cut}");
+        // All of the comparison are timed side by side again, and the later record of a cell counts.
+        let records = records(&again);
+        let ids: BTreeSet<&str> = records.iter().map(|record| record["cell_id"].as_str().unwrap()).collect();
+        assert_eq!((records.len(), ids.len()), (5, 3), "cut by {cut}");
     }
     let damaged = [lines[0], &lines[1][..50], b"\n", lines[2]].concat();
     fs::write(&path, &damaged).unwrap();

@@ -491,8 +491,7 @@ fn weights_in_fewer_bits_are_compared_with_those_of_the_file() {
         let [alone, beside] = [&alone, &all].map(|records| of(records, "int8", policy, format).0);
         assert_eq!(alone, beside, "{policy} {format}");
     }
-    for (weights, reason) in [("q4_k", "256"), ("int4:hadamard=true", "leave hadamard out"), ("int5", "unknown format")]
-    {
+    for (weights, reason) in [("q4_k", "256"), ("int4:hadamard=true", "no hadamard=true"), ("int5", "unknown format")] {
         let error = experiment(folder.path(), &grid(&format!("\"{weights}\""))).err().unwrap_or_default();
         assert!(error.contains(reason) && !error.trim_end().contains('\n'), "{weights}: {error}");
     }

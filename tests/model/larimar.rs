@@ -235,7 +235,7 @@ fn mistakes_are_one_line_and_status_2() {
         ("write --input empty --output n", "has no lines"),
         ("write --input nowhere --output n", "nowhere"),
         ("read --input facts --output n", "there is nothing to read or to forget yet"),
-        ("read --from other --input facts --output n", "was written from another model"),
+        ("read --from other --input facts --output n", "are not those that were saved (their hash differs)"),
         ("forget --from m --input never --output n", "is not in the memory"),
     ];
     for (arguments, expected) in cases {
