@@ -1,7 +1,7 @@
 //! [`Bars`] as SVG: stacked bars, the measured one in full colour and what it is compared with paler beside it.
 
 use super::canvas::{self, Align, Canvas, Stroke, Words, text_width};
-use super::{FAINT_INK, GRID, INK, LEAST_TYPE, MARGIN, SMALL, TOP, WHITE, WIDTH, shortened, subtitle, title};
+use super::{FAINT_INK, GRID, INK, LEAST_TYPE, MARGIN, SMALL, TOP, WHITE, WIDTH, subtitle, title};
 use crate::report::ReportError;
 use crate::report::bars::{Bar, Bars};
 use crate::report::chart::Quantity;
@@ -140,8 +140,7 @@ fn is_dark(Colour(red, green, blue): Colour) -> bool {
 fn below(canvas: &Canvas, bar: &Bar, centre: f64, layout: &Layout) -> Result<(), ReportError> {
     // Names of narrow bars are smaller, so that they do not run into each other.
     let size = (0.999 * SMALL * (layout.slot - 10.0) / text_width(&bar.name, SMALL)).clamp(LEAST_TYPE, SMALL);
-    let name = shortened(&bar.name, layout.slot - 10.0, size);
-    canvas.words((centre, layout.bottom + LINE), &name, words(size, INK, Align::Middle))?;
+    canvas.words((centre, layout.bottom + LINE), &bar.name, words(size, INK, Align::Middle))?;
     for (line, note) in bar.notes.iter().enumerate() {
         let height = layout.bottom + LINE * (line as f64 + 2.0);
         canvas.words((centre, height), note, words(NOTE, FAINT_INK, Align::Middle))?;
