@@ -139,6 +139,12 @@ mod tests {
     }
 
     #[test]
+    fn sizes_that_no_memory_has_are_refused() {
+        let error = crate::episodic::FactMemory::parse("list:slots=144115188075855872").err().unwrap().to_string();
+        assert!(error.contains("slots is '144115188075855872'; it must be 1 to 4294967296"), "{error}");
+    }
+
+    #[test]
     fn an_empty_place_is_no_fact() {
         let mut ring = Ring::new(&Arena::unlimited(), 2, 1).unwrap();
         assert_eq!(ring.nearest(&[1.0]), (&[0.0][..], f64::NEG_INFINITY));

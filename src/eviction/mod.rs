@@ -147,17 +147,17 @@ pub struct Session<'p> {
     plan: Plan<'p>,
     /// Decode steps so far.
     steps: usize,
-    /// Highest score that each list lost in the eviction steps of prefill so far.
-    lost: Vec<f32>,
-    /// The same when prefill is over; `None` before.
-    best_evicted: Option<Vec<f32>>,
+    /// Highest score that each list lost in the eviction steps of prefill.
+    best_evicted: Vec<f32>,
+    /// Whether the last of these was taken.
+    is_decoding: bool,
     totals: Totals,
 }
 
 impl<'p> Session<'p> {
     /// Before the first token.
     pub fn new(plan: Plan<'p>) -> Self {
-        Session { plan, steps: 0, lost: Vec::new(), best_evicted: None, totals: Totals::default() }
+        Session { plan, steps: 0, best_evicted: Vec::new(), is_decoding: false, totals: Totals::default() }
     }
 
     /// What it is to do.
@@ -172,7 +172,7 @@ impl<'p> Session<'p> {
 
     /// Whether the context was evicted from, so that what comes are decode steps.
     pub fn is_decoding(&self) -> bool {
-        self.best_evicted.is_some()
+        self.is_decoding
     }
 
     /// Whether another eviction step may come.
@@ -234,16 +234,16 @@ impl<'p> Session<'p> {
         self.totals.evict_ns += backend.release(cache)?;
         if let Moment::Chunk { last } = moment {
             // A chunk of few tokens may evict nothing of a list: what earlier ones evicted counts as well.
-            self.lost.resize(best_evicted.len(), f32::NEG_INFINITY);
-            self.lost.iter_mut().zip(&best_evicted).for_each(|(most, lost)| *most = most.max(*lost));
-            self.best_evicted = last.then(|| self.lost.clone());
+            self.best_evicted.resize(best_evicted.len(), f32::NEG_INFINITY);
+            self.best_evicted.iter_mut().zip(best_evicted).for_each(|(most, lost)| *most = most.max(lost));
+            self.is_decoding |= last;
         }
         Ok(())
     }
 
-    /// Highest score that each list lost in the eviction steps of prefill; empty before the last.
+    /// Highest score that each list lost in the eviction steps of prefill; empty before the first.
     pub fn best_evicted(&self) -> &[f32] {
-        self.best_evicted.as_deref().unwrap_or(&[])
+        &self.best_evicted
     }
 
     /// Counts time that was spent on log-sum-exps before a step.
@@ -258,9 +258,9 @@ impl<'p> Session<'p> {
 
     /// The rule of an eviction step, for the lists from `first` on.
     pub fn rule(&self, moment: Moment, first: usize) -> Rule<'_> {
-        match (moment, self.plan.policy.schedule.decoding, &self.best_evicted) {
-            (Moment::Step, Decoding::Delayed, Some(best_evicted)) => {
-                Rule::Delayed { best_evicted: &best_evicted[first..] }
+        match (moment, self.plan.policy.schedule.decoding) {
+            (Moment::Step, Decoding::Delayed) if self.is_decoding => {
+                Rule::Delayed { best_evicted: &self.best_evicted[first..] }
             }
             _ => Rule::Budget,
         }

@@ -187,3 +187,17 @@ impl<'de> Deserialize<'de> for NumberOrText {
         deserializer.deserialize_any(Either)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_is_taken_whole_or_refused() {
+        let lengths = |text: &str| Tokens::parse(text).map(|tokens| tokens.lengths.len());
+        assert_eq!(lengths("1k..32k*2"), Ok(6));
+        assert_eq!(lengths("512..1511+1"), Ok(MOST_LENGTHS));
+        let error = lengths("512..1512+1").unwrap_err();
+        assert!(error.contains("'512..1512+1' is more than 1000 lengths"), "{error}");
+    }
+}

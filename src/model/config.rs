@@ -213,6 +213,17 @@ impl Config {
         Config { dtype, packing, bos, eos: other.eos.clone(), ..self.clone() } == *other
     }
 
+    /// Refuses policies that divide a budget over layers where these have different windows.
+    ///
+    /// # Errors
+    /// When they have.
+    pub fn check_even_windows(&self) -> Result<(), &'static str> {
+        match self.windows.iter().all(|window| *window == self.windows[0]) {
+            true => Ok(()),
+            false => Err("it divides the budget over layers, but this model's layers have different windows"),
+        }
+    }
+
     /// Elements of all query heads.
     pub fn q_width(&self) -> usize {
         self.q_heads * self.head_dim

@@ -89,11 +89,10 @@ impl Eviction<'_> {
                 "it rotates keys to positions inside the cache, where this model's sliding windows mean nothing",
             );
         }
-        let uneven = config.windows.iter().any(|window| *window != config.windows[0]);
-        if uneven && !self.policy.layers.is_even() {
-            return refuse("it divides the budget over layers, but this model's layers have different windows");
+        match self.policy.layers.is_even() {
+            true => Ok(()),
+            false => config.check_even_windows().or_else(refuse),
         }
-        Ok(())
     }
 }
 

@@ -352,6 +352,10 @@ mod tests {
         for events in [vec![], vec![event("a", 1.0), event("a", -2.0)], vec![event("a", 1.0), event("b", -1.0)]] {
             assert!(replay(&events).is_err(), "{events:?}");
         }
+        // Each event is within the limit, and what is held at once is not.
+        let most = || Event { label: "a".into(), delta_bytes: 1 << 44 };
+        let given = Event { label: "a".into(), delta_bytes: -(1 << 44) };
+        assert!(replay(&[most(), given, most()]).is_ok() && replay(&[most(), most()]).is_err());
     }
 
     proptest! {

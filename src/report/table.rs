@@ -148,6 +148,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn long_parts_are_broken_between_words_and_lose_none() {
+        let reason = "out of memory: ".to_string() + &"so many bytes were requested of those that are there ".repeat(4);
+        let text = wrapped(&format!("1 cell: {reason} · another"));
+        assert!(text.lines().count() > 2 && text.lines().all(|line| line.chars().count() <= MOST_COLUMNS), "{text}");
+        let words =
+            |text: &str| text.split_whitespace().filter(|word| *word != "·").map(String::from).collect::<Vec<_>>();
+        assert_eq!(words(&text), words(&format!("1 cell: {reason} another")));
+        assert!(wrapped(&"x".repeat(200)).contains('…'));
+    }
+
+    #[test]
     fn names_are_shortened_only_while_they_stay_apart() {
         let of = |names: [&str; 2]| {
             let row = |name: &str| [vec![name.to_string()], vec!["1".repeat(18); 4]].concat();

@@ -131,6 +131,10 @@ fn mistakes_are_named() {
         ("alpaca:steps=0".into(), "steps is '0'"),
         ("alpaca:steps=100,warmup=100".into(), "less than the 100 steps"),
         ("alpaca:steps=100".into(), "steps is '100'; it must be more than the 5000 steps of warmup"),
+        (
+            "alpaca:slots=1000000000000".into(),
+            "slots is '1000000000000'; it must be a whole number from 1 to 268435456",
+        ),
         ("alpaca:warp=1".into(), "no parameter 'warp'"),
         ("alpaca:prompt_cv2=NaN".into(), "prompt_cv2 is 'NaN'; it must be a number from 0 to 1000"),
         ("alpaca:prompt=-3".into(), "prompt is '-3'; it must be a number from 1 to 2047"),

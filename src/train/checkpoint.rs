@@ -1,7 +1,7 @@
 //! The state of a run, in one file that is there whole or not at all: weights, the optimizer's averages, and how far
 //! the run is. Nothing else decides what follows.
 
-use super::run::{Options, TrainError};
+use super::run::{Options, RECORD, TrainError};
 use crate::tensor::file::TensorFile;
 use crate::tensor::stream;
 use safetensors::Dtype;
@@ -38,10 +38,10 @@ impl Progress {
     }
 }
 
-/// Refuses to begin where there is a run, and to go on where there is none.
+/// Refuses to begin where there is a run or the model itself, and to go on where there is none.
 ///
 /// # Errors
-/// In both cases.
+/// In these cases.
 pub(super) fn check(options: &Options, model: Option<&Path>) -> Result<(), TrainError> {
     let out = options.out.canonicalize().ok();
     if model.is_some_and(|model| out.is_some() && model.canonicalize().ok() == out) {
@@ -52,6 +52,13 @@ pub(super) fn check(options: &Options, model: Option<&Path>) -> Result<(), Train
         (false, true) => Err(TrainError::Nothing(options.out.clone())),
         _ => Ok(()),
     }
+}
+
+/// Whether `end` steps were taken and the record of a folder says so: everything was written before it, and nothing is to be added.
+pub(super) fn is_done(folder: &Path, progress: &Progress, end: usize) -> bool {
+    let record = std::fs::read(folder.join(RECORD)).ok();
+    let record = record.and_then(|text| serde_json::from_slice::<serde_json::Value>(&text).ok());
+    progress.step >= end && record.is_some_and(|record| record["steps"] == progress.step)
 }
 
 /// What a run is known by: all that decides what it does.

@@ -18,7 +18,7 @@ use super::checkpoint::{self, Array, Progress};
 use super::data::Data;
 use super::export;
 use super::gates::{Gates, Mode, OFFSET, SCALE, TAU};
-use super::log::{Line, Log};
+use super::log::{self, Line, Log};
 use super::lora::{Adapters, Layout};
 use super::recipe::{BUILTIN, Recipe, Stage};
 use super::run::{Options, RECORD, TrainError};
@@ -157,9 +157,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let (optimizer, mut since) = (settings.optimizer(), Since::default());
     let extents = [settings.batch, settings.length];
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
-    let mut held_out = None;
-    if options.resume && progress.step >= end {
-        // There is nothing to add to the record of a run that is done.
+    if checkpoint::is_done(folder, &progress, end) {
         return Ok(());
     }
     while progress.step < end {
@@ -223,7 +221,6 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
                 return Err(TrainError::Diverged { step, loss: kl });
             }
             let line = Line::HeldOutGates { step: done, kl, evicted };
-            held_out = serde_json::to_value(&line).ok();
             log.tell(watch, line)?;
             let (gates, adapters) = network.gates_and_adapters();
             // Gates belong to the model that they were trained in: with adapters, that of this folder.
@@ -255,7 +252,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "steps": progress.step,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
-        "held_out": held_out,
+        "held_out": log::last(folder, |line| matches!(line, Line::HeldOutGates { .. }))?,
         "peak_bytes": arena.usage().peak,
         "environment": options.environment,
     });

@@ -13,7 +13,7 @@ use super::checkpoint::{self, Progress};
 use super::data::Data;
 use super::export;
 use super::head_gates::HeadGates;
-use super::log::{Line, Log};
+use super::log::{self, Line, Log};
 use super::recipe::{BUILTIN, DataSpec, Recipe, SourceSpec, Stage};
 use super::run::{Options, RECORD, TrainError};
 use super::text::HELD_OUT;
@@ -79,13 +79,7 @@ impl Settings {
                  less than a sequence, {length} tokens"
             ));
         }
-        if config.windows.iter().any(|window| *window != config.windows[0]) {
-            return Err(
-                "retrieval heads share what is left over layers, but this model's layers have different windows; no \
-                        policy can use such gates"
-                    .into(),
-            );
-        }
+        config.check_even_windows()?;
         if !(64..=config.most_tokens()).contains(&length) {
             let most = config.most_tokens();
             return Err(format!("the length is {length}; it must be 64 to the model's longest context, {most}"));
@@ -177,11 +171,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         })?;
     }
     let log = Log::open(folder, progress.step)?;
-    let (optimizer, mut since, mut held_out) = (settings.optimizer(), Since::default(), None);
+    let (optimizer, mut since) = (settings.optimizer(), Since::default());
     let of_step = [settings.batch, settings.length];
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
-    if options.resume && progress.step >= end {
-        // There is nothing to add to the record of a run that is done.
+    if checkpoint::is_done(folder, &progress, end) {
         return Ok(());
     }
     while progress.step < end {
@@ -240,7 +233,6 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             let distance = judge(&order)?;
             order.shuffle(&mut ChaCha8Rng::seed_from_u64(settings.seed));
             let line = Line::HeldOutHeads { step: done, distance, random: judge(&order)? };
-            held_out = serde_json::to_value(&line).ok();
             log.tell(watch, line)?;
             // Last: a run that is killed before it writes all of this again.
             checkpoint::save(folder, &digest, &progress, [alpha.len(); 3], &mut |array, take| {
@@ -257,7 +249,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "steps": progress.step,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
-        "held_out": held_out,
+        "held_out": log::last(folder, |line| matches!(line, Line::HeldOutHeads { .. }))?,
         "peak_bytes": arena.usage().peak,
         "environment": options.environment,
     });

@@ -223,7 +223,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         })?;
     }
     let kept = settings.inner.map(|_| Samples::new(folder, [config.layers, heads, config.hidden], seed));
-    if progress.step == steps && is_done(folder, steps) {
+    if checkpoint::is_done(folder, &progress, steps) {
         kept.iter().for_each(Samples::remove);
         return Ok(());
     }
@@ -292,13 +292,6 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     export::text(folder, RECORD, &format!("{record:#}\n"))?;
     kept.iter().filter(|_| is_last).for_each(Samples::remove);
     Ok(())
-}
-
-/// Whether the record of a folder says that all steps were taken, and so that everything was written before it.
-fn is_done(folder: &Path, steps: usize) -> bool {
-    let record = std::fs::read(folder.join(RECORD)).ok();
-    let record = record.and_then(|text| serde_json::from_slice::<serde_json::Value>(&text).ok());
-    record.is_some_and(|record| record["steps"] == steps)
 }
 
 /// How many layers with an inner layer can be fitted at once in so much memory, at most one for each thread.

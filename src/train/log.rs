@@ -3,6 +3,7 @@
 use super::export;
 use super::run::TrainError;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -168,6 +169,14 @@ pub fn read(folder: &Path) -> Result<Vec<Line>, TrainError> {
     let path = folder.join(LOG);
     let text = fs::read_to_string(&path).map_err(|error| TrainError::read(&path, &error))?;
     Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+/// The last line of a log of which `is_it` is so, as a record has it: what was judged last, by this run or the one that it goes on with.
+///
+/// # Errors
+/// As [`read`].
+pub(super) fn last(folder: &Path, is_it: impl Fn(&Line) -> bool) -> Result<Option<Value>, TrainError> {
+    Ok(read(folder)?.iter().rev().find(|line| is_it(line)).and_then(|line| serde_json::to_value(line).ok()))
 }
 
 /// A log that lines are added to.

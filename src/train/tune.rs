@@ -204,8 +204,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let (constants, mut since) = (settings.constants(), Since::default());
     let (sequences, end) = (settings.sequences(), options.stop_after.unwrap_or(usize::MAX).min(steps));
     let weight = 1.0 / (sequences * (len - 1)) as f32;
-    if options.resume && progress.step >= end {
-        // There is nothing to add to the record of a run that is done.
+    if checkpoint::is_done(folder, &progress, end) {
         return Ok(());
     }
     while progress.step < end {

@@ -119,6 +119,26 @@ impl Scorer for Constant {
     }
 }
 
+/// What had no room is run again where there is room for it now, and not where there is none yet.
+#[test]
+fn what_was_out_of_memory_runs_under_a_larger_limit() {
+    let folder = tempfile::tempdir().unwrap();
+    let grids = evict("policy = [\"full\", \"knorm\"]\nbudget = 0.5\ncontext_tokens = [64, 2048]");
+    let registry = Registry::default();
+    let of = |outcome: &Outcome| -> Vec<(usize, Status)> {
+        outcome.records.iter().map(|record| (record.cell.context_tokens, record.status)).collect()
+    };
+    let under =
+        |limit_bytes, resume| run_in(&grids, &registry, 2, Options { resume, limit_bytes, ..options(folder.path()) });
+    let first = of(&under(1 << 20, false));
+    let expected = |context, status| first.iter().filter(|found| **found == (context, status)).count() == 2;
+    assert!(first.len() == 4 && expected(64, Status::Ok) && expected(2048, Status::Oom), "{first:?}");
+    assert_eq!(of(&under((1 << 20) + 1, true)), first, "there is no more room than before");
+    let later = of(&under(1 << 30, true));
+    assert_eq!(later[..4], first);
+    assert_eq!(later[4..], [(2048, Status::Ok); 2]);
+}
+
 #[test]
 fn a_policy_that_does_nothing_or_gives_no_numbers_fails_by_name() {
     let registry = Registry::default().with(LAZY).with(BROKEN).with(OWN);

@@ -178,6 +178,15 @@ fn what_is_wrong_with_a_file_is_said_in_one_line() {
         assert!(said.contains("not a GGUF file that is read") || said.contains("cannot read"), "{end}: {said}");
         assert_eq!(said.lines().count(), 1);
     }
+    // A list as long as the file allows would take many times its bytes.
+    let mut long = b"GGUF".to_vec();
+    long.extend(3u32.to_le_bytes());
+    long.extend([0u64, 1, 1].iter().flat_map(|count| count.to_le_bytes()));
+    long.push(b'x');
+    long.extend([9u32, 0].iter().flat_map(|kind| kind.to_le_bytes()));
+    long.extend(((1u64 << 22) + 1).to_le_bytes());
+    long.resize(long.len() + (1 << 22) + 1, 0);
+    assert!(refused(&long).contains("a list of 4194305 elements; at most 4194304 are read"));
     let changed = |change: &dyn Fn(&mut Parts)| {
         let mut parts = parts();
         change(&mut parts);

@@ -65,6 +65,44 @@ fn what_must_equal_the_full_cache_does_in_every_family() {
     assert!(failed.is_empty(), "{failed:#?}");
 }
 
+/// A step reads what its query attends to: of a memory that leaves nothing out what the full cache reads, at the ends of segments
+/// too, of a ring the rows that it has, and where rows are chosen the keys that were looked at besides.
+#[test]
+fn a_step_reads_the_rows_that_it_is_handed() {
+    let (model, Checkpoint { tokens, .. }) = open("llama");
+    let read = |memory_text: Option<&str>| -> Vec<u64> {
+        let (arena, of_text) = (Arena::unlimited(), memory_text.map(|text| memory(text).unwrap()));
+        let mut decoder = match &of_text {
+            Some(memory) => Decoder::with_memory(&model, setup(1, 16), &**memory, cpu(2), &arena),
+            None => Decoder::new(&model, setup(1, 16), cpu(2), &arena),
+        }
+        .unwrap();
+        decoder.prefill(&[&tokens[..6]], |_, _, _| ()).unwrap();
+        let step = |at: usize| {
+            decoder.follow(&[&tokens[at..at + 1]], |_, _, _| ()).unwrap();
+            decoder.step_kv_bytes(0)
+        };
+        (6..tokens.len().min(30)).map(step).collect()
+    };
+    let row = 2 * 4 * (model.config.layers * model.config.kv_heads * model.config.head_dim) as u64;
+    let full = read(None);
+    assert_eq!(full, (7..=full.len() as u64 + 6).map(|rows| rows * row).collect::<Vec<_>>());
+    for entry in MEMORIES {
+        assert_eq!(read(Some(&format!("{},window=5", entry.exact))), full, "{}", entry.name);
+    }
+    // A segment of 8, the one token before it, and nothing else.
+    let ring = (6..30u64).map(|at| (at % 8 + 1 + u64::from(at >= 8)) * row).collect::<Vec<_>>();
+    assert_eq!(read(Some("transformer-xl:slots=1,window=8")), ring[..full.len()]);
+    // 2 of the past for each query head, chosen by all of its keys, and the segment.
+    let chosen = |at: u64| {
+        let (past, own) = (at / 8 * 8, at % 8 + 1);
+        let group = (model.config.q_heads / model.config.kv_heads) as u64;
+        if past > 2 { past * row / 2 + (2 * group + own) * row } else { (past + own) * row }
+    };
+    let nearest = (6..30).map(chosen).collect::<Vec<_>>();
+    assert_eq!(read(Some("memorizing-transformer:top=2,window=8")), nearest[..full.len()]);
+}
+
 #[test]
 fn slots_without_consolidation_are_a_ring() {
     for name in ["llama", "qwen3", "mistral", "gemma2"] {

@@ -175,6 +175,15 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("--model llama-3-8b --gpu h100 --profile ollama", "it is eager, sdpa, vllm or llama.cpp"),
         ("--model llama-3-8b --gpu h100 --output-tokens 18446744073709551615", "is not a token count"),
         ("--model llama-3-8b --gpu h100 --allocation reserved:1k", "context and output are 8192 tokens"),
+        (
+            "--model Qwen3NextForCausalLM:hidden_size=2048,num_hidden_layers=8,num_attention_heads=16,vocab_size=1000,\
+             max_position_embeddings=4096,num_key_value_heads=2,head_dim=256,intermediate_size=512,num_experts=8,\
+             moe_intermediate_size=512,shared_expert_intermediate_size=512,num_experts_per_tok=2,full_attention_interval=100,\
+             linear_num_key_heads=4,linear_key_head_dim=128,linear_num_value_heads=8,linear_value_head_dim=128,\
+             linear_conv_kernel_dim=4 --gpu h100 --policy snapkv --budget 64MiB",
+            "no layer of this model has keys and values",
+        ),
+        ("--model llama-3-8b --gpu h100 --kv-format q4_k", "q4_k is a format of weights"),
         ("gpus --model llama-3-8b --gpu h100", "--gpu has no meaning for plan gpus"),
         ("measure --model builtin --allocation paged", "--allocation has no meaning for plan measure"),
         (

@@ -314,7 +314,7 @@ mod tests {
                     "symmetric": true, "type": "int"}, "output_activations": null,
                     "weights": {"dynamic": false, "num_bits": 8, "strategy": "channel", "symmetric": true, "type": "int"},
                     "targets": ["Linear"]}}, "format": "int-quantized", "ignore": ["lm_head"], "kv_cache_scheme": null,
-                    "quant_method": "compressed-tensors", "quantization_status": "compressed"}),
+                    "quant_method": "compressed-tensors", "quantization_status": "compressed", "sparsity_config": {}}),
                 Packing::Int8Rows,
             ),
         ] {

@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Versions of the format that are read; they differ from the first in the width of counts.
 /// Elements of a list: a multiple of what the largest vocabularies have.
 const MOST_ELEMENTS: u64 = 1 << 22;
+/// Versions of the format that are read; they differ from the first in the width of counts.
 const VERSIONS: Range<u32> = 2..4;
 /// Where nothing else is said, tensors begin at multiples of this many bytes.
 pub(super) const ALIGNMENT: u64 = 32;

@@ -1,8 +1,8 @@
 //! A Hugging Face folder whose matrices are codes: as GPTQ or AWQ pack them, block by block, as [`walk`] makes them, or in another
 //! [`Layout`] ([`super::scaled`]).
 //!
-//! The embedding, the output matrix, norms and biases stay as the source's embedding is, 16 bits in most, as in other such folders. `config.json` is the source's with a
-//! `quantization_config` that says how to read the codes; the tokenizer stands beside it.
+//! The embedding, the output matrix, norms and biases stay as the source's embedding is, 16 bits in most, as in other such folders.
+//! `config.json` is the source's with a `quantization_config` that says how to read the codes; the tokenizer stands beside it.
 
 use super::Quantised;
 use super::coded::Coded;

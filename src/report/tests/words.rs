@@ -225,6 +225,51 @@ fn texts_are_ranked_by_divergence_the_least_first() {
         assert!(sentence.contains(part), "{part}: {sentence}");
     }
 }
+/// Pieces of a text are the same under every seed: another seed is no other evidence, of whatever is compared.
+#[test]
+fn pieces_of_a_text_count_once_whatever_the_seeds() {
+    let text = |seeds: u64, samples: usize| -> Vec<Record> {
+        let records = samples::formats().records.into_iter().filter(|record| record.cell.kv_format.is_none());
+        let under = |record: Record| {
+            (0..seeds).map(move |seed| {
+                let mut record =
+                    with_cell(record.clone(), |cell| (cell.text, cell.seed) = (Some("a.txt".into()), seed));
+                record.answers.as_mut().unwrap().sample_kl_nats.truncate(samples);
+                record
+            })
+        };
+        records.flat_map(under).collect()
+    };
+    let pairs = |records: &[Record]| {
+        let records: Vec<&Record> = records.iter().collect();
+        let (pools, _) = pools::pools(&records);
+        let merits: Vec<usize> = pools.iter().map(|pool| pool.merits().concat().len()).collect();
+        let ranked = comparison::ranked(&pools);
+        let ps = ranked.iter().flat_map(|ranked| comparison::pairs(ranked)).map(|pair| pair.difference.p);
+        (merits, ps.collect::<Vec<f64>>())
+    };
+    let (once, three) = (pairs(&text(1, 6)), pairs(&text(3, 6)));
+    assert!(once.0.iter().all(|&samples| samples == 6) && !once.1.is_empty());
+    assert_eq!(once, three);
+    // 4 samples cannot set two policies apart, and the table says so; 12 can.
+    let notes = |samples| {
+        let records = text(1, samples);
+        let records: Vec<&Record> = records.iter().collect();
+        let (pools, protocol) = pools::pools(&records);
+        comparison::tables(&pools, &protocol)
+            .iter()
+            .flat_map(|table| table.notes.clone())
+            .collect::<Vec<_>>()
+            .join("\n")
+    };
+    let few = notes(4);
+    assert!(
+        few.contains("4 samples of 2 policies set no two apart: the least p of 1 pairs is 0.12; 6 samples"),
+        "{few}"
+    );
+    assert!(!notes(12).contains("set no two apart"));
+}
+
 #[test]
 fn names_of_policies_are_never_cut_and_bytes_read_appear_where_they_are_few() {
     let long = format!("snapkv:window=32+{}+chunks:tokens=512", "protect:sink=4".repeat(8));

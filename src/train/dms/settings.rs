@@ -76,12 +76,7 @@ impl Settings {
             }
             least = ratio;
         }
-        let uneven = config.windows.iter().any(|window| *window != config.windows[0]);
-        if uneven {
-            return Err("its gates share a budget out over layers, but this model's layers have different windows; no policy can use \
-                        them"
-                .into());
-        }
+        config.check_even_windows()?;
         if self.adapters.is_some() && self.ratios.len() > 1 {
             return Err(format!(
                 "{} ratios are asked for; adapters go with the gates of one, so train each by itself",
