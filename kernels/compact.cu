@@ -14,12 +14,13 @@
 //
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and the formats of formats.cuh; tokens come as elements.
 //   append_tokens   grid (ceil(count / 32), lists), 128 threads; the lists' lengths already count the new tokens
-//   keep_slots      grid (lists, 5), 256 threads: keys, values, positions, attention, origins
+//   keep_slots      grid (lists, 5), 256 threads: keys, values, positions, carried, origins
 //   move_pages      grid (pages, 2), 128 threads: keys, values
 //   change_table    grid (ceil(count / 256)), 256 threads
 //   rotate_keys       grid (ceil(newest / 32), lists), 128 threads
 //   rotate_queries    grid (ceil(count / 32), query heads), 128 threads
 //   add_columns     grid (ceil(width / 256), lists), 256 threads
+//   place_gates     grid (ceil(count / 256), lists), 256 threads; the lists' lengths already count the new tokens
 //   take_tokens     grid (ceil(count / 32), heads), 128 threads
 //   gather_tokens   grid (ceil(length / 32), lists, 2), 128 threads: keys, values, as they lie
 #include "lists.cuh"
@@ -71,6 +72,13 @@ struct Received {
     const float *columns; // [lists, width]
     int width;
     int unused;
+};
+
+// Gates that tokens which came decide on: each of the token so many before it.
+struct Gating {
+    const float *gates; // [count, lists]
+    int count;
+    int later;
 };
 
 // Tokens of a dense tensor that become some of another's.
@@ -211,7 +219,7 @@ KERNEL(128) append_tokens(ARGUMENT Lists l, ARGUMENT Arrival a) {
         const long long at = (long long)list * l.stride + len + token;
         l.positions[at] = a.position + token;
         if (l.origins) l.origins[at] = a.position + token;
-        if (l.attention) l.attention[at] = 0.0f;
+        if (l.carried) l.carried[at] = 0.0f;
     }
 }
 
@@ -226,7 +234,7 @@ KERNEL(256) keep_slots(ARGUMENT Lists l, ARGUMENT Keeping k) {
     } else if (part == 2) {
         keep_rows<int, 1>(slots, count, [&](int slot) { return l.positions + (long long)list * l.stride + slot; });
     } else if (part == 3) {
-        if (l.attention) keep_rows<float, 1>(slots, count, [&](int slot) { return l.attention + (long long)list * l.stride + slot; });
+        if (l.carried) keep_rows<float, 1>(slots, count, [&](int slot) { return l.carried + (long long)list * l.stride + slot; });
     } else {
         if (l.origins) keep_rows<int, 1>(slots, count, [&](int slot) { return l.origins + (long long)list * l.stride + slot; });
     }
@@ -268,7 +276,13 @@ KERNEL(128) rotate_queries(ARGUMENT Lists l, ARGUMENT Asking a) {
 
 KERNEL(256) add_columns(ARGUMENT Lists l, ARGUMENT Received r) {
     const int slot = blockIdx.x * 256 + threadIdx.x, list = blockIdx.y;
-    if (slot < l.pages.lens[list]) l.attention[(long long)list * l.stride + slot] += r.columns[(long long)list * r.width + slot];
+    if (slot < l.pages.lens[list]) l.carried[(long long)list * l.stride + slot] += r.columns[(long long)list * r.width + slot];
+}
+
+KERNEL(256) place_gates(ARGUMENT Lists l, ARGUMENT Gating g) {
+    const int list = blockIdx.y, token = blockIdx.x * 256 + threadIdx.x;
+    const int slot = l.pages.lens[list] - g.count + token - g.later;
+    if (token < g.count && slot >= 0) l.carried[(long long)list * l.stride + slot] = g.gates[(long long)token * gridDim.y + list];
 }
 
 KERNEL(128) take_tokens(ARGUMENT Slice s) {

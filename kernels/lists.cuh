@@ -10,7 +10,7 @@ struct Lists {
     Pages pages;
     int *positions;    // [lists, stride]: where the key of each token stands
     int *origins;      // [lists, stride]: where each token stood in its sequence; null: there its key stands
-    float *attention;  // [lists, stride]: attention that each token received so far; null: not kept
+    float *carried;    // [lists, stride]: attention that each token received so far, or its gate; null: not kept
     int heads;         // Hkv
     int stride;        // tokens that one list can hold
 };

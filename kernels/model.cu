@@ -14,7 +14,7 @@
 //   multiply_few    grid (ceil(width / 8)), 256 threads; at most 8 rows
 //   split_heads       grid (tokens, heads), 128 threads
 //   merge_heads      grid (tokens, heads), 128 threads
-//   narrow_each, add_each, add_bias, gate_silu, gate_gelu, cap_each   grid (ceil(count / 256)), 256 threads
+//   narrow_each, add_each, add_bias, gate_silu, gate_gelu, gelu_each, cap_each   grid (ceil(count / 256)), 256 threads
 #include "product.cuh"
 
 struct Embedding {
@@ -179,6 +179,12 @@ KERNEL(256) gate_gelu(ARGUMENT Each e) {
     if (i >= e.count) return;
     const float x = e.x[i], z = 0.7978845608f * (x + 0.044715f * x * x * x);
     e.x[i] = x * logistic(2.0f * z) * e.y[i];
+}
+
+// GELU as it is defined, by the normal distribution's share below x.
+KERNEL(256) gelu_each(ARGUMENT Each e) {
+    const u64 i = own_element();
+    if (i < e.count) e.x[i] *= 0.5f + 0.5f * error_function(0.7071067812f * e.x[i]);
 }
 
 KERNEL(256) cap_each(ARGUMENT Each e) {

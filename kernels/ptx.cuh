@@ -163,6 +163,7 @@ DEVICE float reciprocal(float x) {
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE float square_root(float x) { return __fsqrt_rn(x); }
+DEVICE float error_function(float x) { return erff(x); }
 
 DEVICE u32 float_to_bits(float x) { return __float_as_uint(x); }
 

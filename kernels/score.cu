@@ -9,7 +9,7 @@
 // Compile with -DELEMENT=F32|BF16|F16 -DHEAD_DIM=1..256 and the formats of formats.cuh. Each has the grid
 // (ceil(width / 32), lists) and 128 threads, but anchor_join: (lists), 1024.
 //   score_positions    the position
-//   score_copy         attention received so far
+//   score_copy         attention received so far, or gates
 //   score_age          score / queries that saw the token
 //   score_key_norm     -|k|
 //   score_value_norm   score * |v|
@@ -90,7 +90,7 @@ KERNEL(128) score_positions(ARGUMENT Lists l, ARGUMENT Scoring s) {
 }
 
 KERNEL(128) score_copy(ARGUMENT Lists l, ARGUMENT Scoring s) {
-    each_slot(l, [&](int slot) { score_of(s, slot) = l.attention[(long long)blockIdx.y * l.stride + slot]; });
+    each_slot(l, [&](int slot) { score_of(s, slot) = l.carried[(long long)blockIdx.y * l.stride + slot]; });
 }
 
 KERNEL(128) score_age(ARGUMENT Lists l, ARGUMENT Scoring s) {

@@ -135,9 +135,17 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             }
         }
         facts.save(&args.output, &text, &shape)?;
+        output::warn(unlisted(&facts, &shape).as_slice());
         Ok::<_, Failure>(None)
     })?;
     args.tell(arena.usage(), text, [vectors.rows(), shape.width], answered)
+}
+
+/// What is said of facts that the scope detector has lost, if there are some.
+fn unlisted(facts: &Facts, shape: &FactShape) -> Option<String> {
+    let (lost, most) = (facts.unlisted, shape.most_facts);
+    let why = "cues of these are not answered any more; write them into a new memory with a larger --most-facts";
+    (lost > 0).then(|| format!("scope=list lists the latest {most} facts, and {lost} older ones went: {why}"))
 }
 
 impl Args {

@@ -56,10 +56,14 @@ impl Ring {
         Ok(Ring { facts: matrix(slots, width)?, next: matrix(1, 1)? })
     }
 
-    pub(super) fn add(&mut self, fact: &[f64]) {
+    /// Adds a vector; whether it has replaced the oldest.
+    pub(super) fn add(&mut self, fact: &[f64]) -> bool {
         let (slot, slots) = (self.next[0] as usize, self.facts.rows());
-        self.facts.row_mut(slot % slots).copy_from_slice(fact);
+        let place = self.facts.row_mut(slot % slots);
+        let was_taken = place.iter().any(|&value| value != 0.0);
+        place.copy_from_slice(fact);
         self.next[0] = ((slot + 1) % slots) as f64;
+        was_taken
     }
 
     /// Takes a vector out; `false` where it is not there. Later ones move up, so that the next is written to the place that is free and
@@ -93,7 +97,9 @@ impl Ring {
 
 impl Store for Ring {
     fn write(&mut self, facts: &Matrix, _noise: Noise<'_>) -> Result<(), EpisodicError> {
-        (0..facts.rows()).for_each(|index| self.add(facts.row(index)));
+        for index in 0..facts.rows() {
+            self.add(facts.row(index));
+        }
         Ok(())
     }
 
@@ -127,14 +133,15 @@ mod tests {
     #[test]
     fn a_fact_that_went_makes_room_for_the_next_and_the_oldest_goes_first() {
         let mut ring = Ring::new(&Arena::unlimited(), 3, 1).unwrap();
-        [1.0, 2.0, 3.0].iter().for_each(|&fact| ring.add(&[fact]));
+        assert!(![1.0, 2.0, 3.0].iter().any(|&fact| ring.add(&[fact])));
         assert!(ring.remove(&[2.0]) && !ring.remove(&[2.0]));
-        ring.add(&[4.0]);
+        assert!(!ring.add(&[4.0]));
         assert_eq!(held(&ring), [1.0, 3.0, 4.0]);
-        ring.add(&[5.0]);
+        assert!(ring.add(&[5.0]));
         assert_eq!(held(&ring), [3.0, 4.0, 5.0]);
         assert!(ring.remove(&[5.0]) && ring.remove(&[3.0]));
-        [6.0, 7.0, 8.0].iter().for_each(|&fact| ring.add(&[fact]));
+        let replaced = [6.0, 7.0, 8.0].map(|fact| ring.add(&[fact]));
+        assert_eq!(replaced, [false, false, true]);
         assert_eq!(held(&ring), [6.0, 7.0, 8.0]);
     }
 

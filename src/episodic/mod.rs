@@ -218,7 +218,13 @@ impl FactMemory {
     /// As [`Method::open`].
     pub fn open(&self, shape: &FactShape, arena: &Arena) -> Result<Facts, EpisodicError> {
         let detector = self.scope.open(shape, arena)?;
-        Ok(Facts { origin: String::new(), store: self.method.open(shape.width, arena)?, detector, width: shape.width })
+        Ok(Facts {
+            origin: String::new(),
+            store: self.method.open(shape.width, arena)?,
+            detector,
+            width: shape.width,
+            unlisted: 0,
+        })
     }
 }
 
@@ -229,6 +235,9 @@ pub struct Facts {
     store: Box<dyn Store>,
     detector: scope::Detector,
     width: usize,
+    /// Facts that were written and are not listed any more by the scope detector, which has room for the latest alone, so that their cues go
+    /// unanswered; of those that were written since the memory was opened or read.
+    pub unlisted: usize,
 }
 
 impl Facts {
@@ -239,7 +248,7 @@ impl Facts {
     pub fn write(&mut self, facts: &Matrix, noise: Noise<'_>) -> Result<(), EpisodicError> {
         self.check(facts.columns())?;
         self.store.write(facts, noise)?;
-        (0..facts.rows()).for_each(|index| self.detector.add(facts.row(index)));
+        self.unlisted += (0..facts.rows()).filter(|&index| self.detector.add(facts.row(index))).count();
         Ok(())
     }
 

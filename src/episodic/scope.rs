@@ -72,10 +72,9 @@ pub(super) struct Detector {
 }
 
 impl Detector {
-    pub fn add(&mut self, fact: &[f64]) {
-        if let Some(listed) = &mut self.listed {
-            listed.add(fact);
-        }
+    /// Adds a fact; whether an older one is not listed any more.
+    pub fn add(&mut self, fact: &[f64]) -> bool {
+        self.listed.as_mut().is_some_and(|listed| listed.add(fact))
     }
 
     pub fn remove(&mut self, fact: &[f64]) {

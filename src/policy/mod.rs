@@ -37,6 +37,7 @@ pub use catalogue::{cost_class, describe, markdown};
 pub use context::{BeforeRope, Context, Future, Protect, Reconstruction, Statistic, Weighing};
 pub use gates::DecidedBy;
 pub use list::{List, each_list};
+use network::Network;
 pub use presets::PRESETS;
 pub use registry::{ChangeScorer, Part, PartEntry, PolicyEntry, Preset, Registry};
 pub use schedule::{Decoding, Schedule};
@@ -192,6 +193,11 @@ pub trait Scorer: Send + Sync {
     /// hidden state in a layer, `hidden` `[hidden]`, a number for each KV head, `gates` `[Hkv]`. The cache carries these
     /// with the token; [`Context::gates`] shows them to every eviction.
     fn gate(&self, _layer: usize, _hidden: &[f32], _gates: &mut [f32]) {}
+
+    /// The function that [`Scorer::gate`] computes and the factor that it gives it, for a GPU to compute; `None` for a scorer without one.
+    fn network(&self) -> Option<(&Network, f32)> {
+        None
+    }
 
     /// How a GPU gives the same scores; `None` for a scorer that has no form for one.
     fn scoring_plan(&self) -> Option<ScoringPlan> {

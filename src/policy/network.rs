@@ -2,6 +2,7 @@
 
 use super::Learned;
 use super::linear::dot;
+use std::f32::consts::PI;
 
 /// `gates = W f(x) + b` of each layer, where `f` is the identity or `gelu(U x + c)`.
 pub struct Network {
@@ -47,7 +48,12 @@ pub(crate) fn gelu(x: f32) -> f32 {
     x * normal_share(x)
 }
 
+/// Its derivative.
+pub(crate) fn gelu_slope(x: f32) -> f32 {
+    normal_share(x) + x * (-0.5 * x * x).exp() / (2.0 * PI).sqrt()
+}
+
 /// `Phi(x)`, the normal distribution's share below `x`.
-pub(crate) fn normal_share(x: f32) -> f32 {
+fn normal_share(x: f32) -> f32 {
     0.5 * (1.0 + libm::erff(x * std::f32::consts::FRAC_1_SQRT_2))
 }

@@ -21,6 +21,8 @@ pub enum ScoringPlan {
         /// Divided by the number of queries that saw the token.
         age: bool,
     },
+    /// The gate that the token carries.
+    Gates,
     /// Attention of the last queries.
     Recent {
         /// How many; all that are at hand where it is `None`.

@@ -53,6 +53,7 @@ impl<'p> Sharded<'p> {
         let plan =
             scorer.scoring_plan().ok_or_else(|| refused("its scores need more than one statistic of a token"))?;
         match &plan {
+            ScoringPlan::Gates => return Err(refused("it looks at hidden states")),
             ScoringPlan::TimesValueNorm(_) => return Err(refused("its scores need norms of values")),
             ScoringPlan::Recent { reduction: Reduction { queries: OverQueries::CountBelowEven, .. }, .. } => {
                 return Err(refused("it counts the keys that a query sees"));
@@ -159,7 +160,9 @@ impl<'p> Sharded<'p> {
             ScoringPlan::Recent { reduction, .. } => {
                 columns(on, held, kv, self.observed(shape.q_len), *reduction, own)?;
             }
-            ScoringPlan::TimesValueNorm(_) => unreachable!("refused when the policy was looked at"),
+            ScoringPlan::TimesValueNorm(_) | ScoringPlan::Gates => {
+                unreachable!("refused when the policy was looked at")
+            }
         }
         Ok(())
     }

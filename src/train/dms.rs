@@ -118,14 +118,14 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let layout = layout.transpose().map_err(misfit)?;
     let arena = Arena::with_limit(options.limit_bytes);
     let mut source = Source::new(settings, &model, &vocabulary, &arena)?;
-    let Settings { batch, length: len, window, .. } = *settings;
-    // Rows of the first window are those of the dense model where nothing but gates is trained.
-    let skipped = if batch == 1 && layout.is_none() { window } else { 0 };
+    let Settings { batch, length: len, .. } = *settings;
+    let design = settings.design();
+    // Rows that no token is gone for are those of the dense model where nothing but gates is trained.
+    let skipped = if batch == 1 && layout.is_none() { design.fate.reach() } else { 0 };
     let extents = Extents { parameters: &parameters, batch, len, skipped };
-    let fate = settings.fate();
-    let count = Gates::count(&config, fate) + layout.as_ref().map_or(0, Layout::count);
+    let count = Gates::count(&config, design) + layout.as_ref().map_or(0, Layout::count);
     let of_adapters = layout.as_ref().map(|layout| layout.bytes(&extents)).unwrap_or_default();
-    let of_both = Gates::bytes(&extents, fate).into_values().chain(of_adapters.into_values()).sum::<u64>();
+    let of_both = Gates::bytes(&extents, design).into_values().chain(of_adapters.into_values()).sum::<u64>();
     let beside = of_both + AdamW::bytes(count) + arena.usage().live_bytes + source.bytes(cpu.threads());
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
@@ -135,9 +135,9 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
     let digest = checkpoint::digest(&(settings, &base, checkpoint::of_text(settings.text.as_deref())));
     let weights = Frozen::open(&model, &parameters, &arena)?;
-    let gates = Gates::new(&arena, &extents, fate)?;
+    let gates = Gates::new(&arena, &extents, design)?;
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
-    let mut averages = vec![AdamW::new(&arena, Gates::count(&config, fate))?];
+    let mut averages = vec![AdamW::new(&arena, Gates::count(&config, design))?];
     if let Some(layout) = layout {
         averages.push(AdamW::new(&arena, layout.count())?);
         network = network.with_adapters(Adapters::new(&arena, layout, &extents, settings.seed)?);
@@ -159,6 +159,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
     if checkpoint::is_done(folder, &progress, end) {
         return Ok(());
+    }
+    if settings.inner.is_some() && progress.step == 0 {
+        let tokens = source.tokens(cpu, progress.sequences, extents)?;
+        network.distil(weights.all(), &tokens, Mode::Drawn { seed: settings.seed }, None)?;
     }
     while progress.step < end {
         let (step, began) = (progress.step, Instant::now());
@@ -280,16 +284,19 @@ fn write_policy(
     progress: &Progress,
     path: &Path,
 ) -> Result<(), TrainError> {
+    let Config { layers, kv_heads, hidden, .. } = *config;
     let (method, folded) = (settings.method(), gates.folded());
-    let named = [method.to_string(), format!("{method}.importance")];
-    let named: Vec<_> = named.iter().map(|name| [format!("{name}.weight"), format!("{name}.bias")]).collect();
-    let shapes = [vec![config.layers, config.kv_heads, config.hidden], vec![config.layers, config.kv_heads]];
-    let outputs: Vec<Output<'_>> = named
-        .iter()
-        .zip(&folded)
-        .flat_map(|(names, values)| names.iter().zip(&shapes).zip(values))
-        .map(|((name, shape), values)| Output::f32(name, shape.clone(), values))
-        .collect();
+    let named =
+        ["", ".importance", ".inner"].map(|what| ["weight", "bias"].map(|part| format!("{method}{what}.{part}")));
+    let shapes = [vec![layers, kv_heads, settings.inner.unwrap_or(hidden)], vec![layers, kv_heads]];
+    let of_functions = named.iter().zip(&folded).flat_map(|(names, values)| names.iter().zip(&shapes).zip(values));
+    let mut outputs: Vec<Output<'_>> =
+        of_functions.map(|((name, shape), values)| Output::f32(name, shape.clone(), values)).collect();
+    if let Some(inner) = settings.inner {
+        let shapes = [vec![layers, inner, hidden], vec![layers, inner]];
+        let tensors = named[2].iter().zip(shapes).zip(gates.inner());
+        outputs.extend(tensors.map(|((name, shape), values)| Output::f32(name, shape, values)));
+    }
     let metadata = [
         ("base_model", base.to_string()),
         ("window", settings.window.to_string()),

@@ -1,10 +1,11 @@
 //! Gates that learn which tokens to evict: Dynamic Memory Sparsification (DMS, arXiv 2506.05345) on a frozen model.
 //!
-//! Each KV head of each layer has a linear function of the normed input `n` of attention, the *eviction logit*
-//! `a = SCALE (w . n + b) - OFFSET`. In training the decision is relaxed: with logistic noise `g` (a difference of two
+//! Each KV head of each layer has a function of the normed input `n` of attention, linear or with an inner layer (`gate_functions.rs`), and
+//! of it an *eviction logit*, `a = SCALE (w . n + b) - OFFSET`. In training the decision is relaxed: with logistic noise `g` (a difference of two
 //! Gumbel variables) `z = (a + g) / TAU`, `alpha = sigmoid(z)`, and the token's key gets the bias `log(1 - alpha)` for
-//! queries that lie `window` or more behind it ([`crate::attention::KeyBias`]): eviction is delayed. At inference a token
-//! is evicted if `a > 0`, once it leaves the window. `n` is the token's own, or that of the token behind it ([`DecidedBy`]), which has none for the
+//! queries that lie more than `window` behind it ([`crate::attention::KeyBias`]): eviction is delayed. At inference a token
+//! is evicted if `a > 0`, once it leaves the window: a step of eviction comes behind a token and leaves the `window` newest, which with
+//! itself the next one sees. `n` is the token's own, or that of the token behind it ([`DecidedBy`]), which has none for the
 //! last token: that one is not decided on. Scale, offset and temperature are those of NVIDIA's Model-Optimizer;
 //! the offset lets no token go at first.
 //!
@@ -17,15 +18,12 @@
 
 use super::accumulation::Accumulation;
 use super::activations::Extents;
-use super::holder::UnitGradients;
-use super::linear::Linear;
-use super::parameters::{Group, Parameter};
-use super::weights::Weights;
+use super::gate_functions::{Functions, Sizes};
+use super::parameters::Parameter;
 use crate::attention::{KeyBias, Outputs};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
 use crate::model::Config;
-use crate::model::parameters::Role;
 use crate::policy::DecidedBy;
 use crate::tensor::Tensor;
 use rand::{RngExt, SeedableRng};
@@ -54,6 +52,11 @@ pub enum Mode {
     },
     /// As at inference.
     Hard,
+    /// The same of gates as they begin, whose inner layers are drawn from a seed, by what the batch's tokens are.
+    Drawn {
+        /// The seed.
+        seed: u64,
+    },
 }
 
 /// What becomes of tokens that go.
@@ -71,9 +74,10 @@ pub enum Fate {
 }
 
 impl Fate {
-    fn window(self) -> usize {
+    /// How far behind a token the first query is that does not see it, if it goes.
+    pub fn reach(self) -> usize {
         match self {
-            Fate::Dropped { window, .. } => window,
+            Fate::Dropped { window, .. } => window + 1,
             Fate::Accumulated => 1,
         }
     }
@@ -85,12 +89,27 @@ impl Fate {
         }
     }
 
-    /// Linear functions of each KV head.
+    /// Functions of each KV head.
     fn functions(self) -> usize {
         match self {
             Fate::Dropped { .. } => 1,
             Fate::Accumulated => 2,
         }
+    }
+}
+
+/// What gates are.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Design {
+    /// What becomes of tokens that go.
+    pub fate: Fate,
+    /// Elements of the inner layer of their functions; linear ones have none.
+    pub inner: Option<usize>,
+}
+
+impl Design {
+    fn sizes(self, config: &Config) -> Sizes {
+        Sizes::new(config, self.fate.functions(), self.inner)
     }
 }
 
@@ -122,26 +141,26 @@ impl Places {
 
     /// Whether a token is one that some query leaves behind the window.
     fn is_mature(self, index: usize) -> bool {
-        index % self.len + self.fate.window() < self.len
+        index % self.len + self.fate.reach() < self.len
     }
 }
 
 /// The gates of a model, and what they decided on in a batch.
 pub struct Gates {
-    /// Weights `[layers, functions, Hkv, hidden]`, then biases `[layers, functions, Hkv]`.
+    /// Weights `[layers, functions, Hkv, hidden or inner]` and biases `[layers, functions, Hkv]`, then those of the inner layers.
     pub weights: Buffer<f32>,
     /// Their gradient, laid out alike.
     pub gradient: Buffer<f32>,
     /// Where they lie.
     pub parameters: Vec<Parameter>,
-    linears: Vec<Linear>,
+    functions: Functions,
     places: Places,
     mode: Mode,
     /// `z`, or `a` where decisions are hard, `[layers, B, Hkv, L]`.
     logits: Buffer<f32>,
     /// Biases of the keys, `[layers, B, Hkv, L]`.
     bias: Buffer<f32>,
-    /// What the linear functions give or take, `[rows, functions, Hkv]`.
+    /// What the functions give or take, `[rows, functions, Hkv]`.
     outputs: Buffer<f32>,
     /// The dense model's last norm's output, `[rows, hidden]`.
     pub(super) dense: Buffer<f32>,
@@ -151,52 +170,26 @@ pub struct Gates {
     accumulation: Option<Accumulation>,
 }
 
-/// Where the parameters of a model's gates lie.
-fn layout(config: &Config, fate: Fate) -> (Vec<Parameter>, Vec<Linear>) {
-    let Config { layers, hidden, .. } = *config;
-    let outputs = fate.functions() * config.kv_heads;
-    let matrix = outputs * hidden;
-    let parameter = |layer: usize, what: &str, role, shape: Vec<usize>, start: usize| {
-        let range = start..start + shape.iter().product::<usize>();
-        Parameter {
-            name: format!("gates.{layer}.{what}"),
-            shape,
-            role,
-            gradient: Some(range.clone()),
-            of_kind: range.clone(),
-            range,
-        }
-    };
-    let weight = |layer| parameter(layer, "weight", Role::Matrix, vec![outputs, hidden], layer * matrix);
-    let bias = |layer| parameter(layer, "bias", Role::Bias, vec![outputs], layers * matrix + layer * outputs);
-    let weights: Vec<Parameter> = (0..layers).map(weight).collect();
-    let biases: Vec<Parameter> = (0..layers).map(bias).collect();
-    let one = |parameter: &Parameter| Group::new(std::slice::from_ref(parameter));
-    let linear = |(weight, bias)| Linear { weight: one(weight), bias: Some(one(bias)), inputs: hidden, outputs };
-    let linears = weights.iter().zip(&biases).map(linear).collect();
-    (weights.into_iter().chain(biases).collect(), linears)
-}
-
 impl Gates {
     /// Numbers that are trained.
-    pub fn count(config: &Config, fate: Fate) -> usize {
-        config.layers * fate.functions() * config.kv_heads * (config.hidden + 1)
+    pub fn count(config: &Config, design: Design) -> usize {
+        design.sizes(config).count()
     }
 
     /// Gates that let no token go, for batches of these extents.
     ///
     /// # Errors
     /// When the arena has no room.
-    pub fn new(arena: &Arena, extents: &Extents<'_>, fate: Fate) -> Result<Self, ArenaError> {
-        let (config, rows) = (extents.config(), extents.rows());
-        let (parameters, linears) = layout(config, fate);
+    pub fn new(arena: &Arena, extents: &Extents<'_>, design: Design) -> Result<Self, ArenaError> {
+        let (config, rows, fate) = (extents.config(), extents.rows(), design.fate);
+        let (functions, parameters) = Functions::new(arena, extents, design.sizes(config))?;
         let accumulation = (fate == Fate::Accumulated).then(|| Accumulation::new(arena, extents)).transpose()?;
         let floats = |width: usize| arena.alloc::<f32>(Label::Activations, rows * width);
         Ok(Gates {
-            weights: arena.alloc(Label::Weights, Self::count(config, fate))?,
-            gradient: arena.alloc(Label::Gradients, Self::count(config, fate))?,
+            weights: arena.alloc(Label::Weights, Self::count(config, design))?,
+            gradient: arena.alloc(Label::Gradients, Self::count(config, design))?,
             parameters,
-            linears,
+            functions,
             places: Places { heads: config.kv_heads, len: extents.len, fate },
             mode: Mode::Dense,
             logits: floats(config.layers * config.kv_heads)?,
@@ -210,22 +203,22 @@ impl Gates {
 
     /// Bytes that [`Gates::new`] takes, and [`super::Network::with_gates`]: the gradient by the bias, and the dense model's outputs
     /// of attention.
-    pub fn bytes(extents: &Extents<'_>, fate: Fate) -> LabelBytes {
-        let (config, rows) = (extents.config(), extents.rows() as u64);
-        let (count, heads) = (4 * Self::count(config, fate) as u64, config.kv_heads as u64);
+    pub fn bytes(extents: &Extents<'_>, design: Design) -> LabelBytes {
+        let (config, rows, fate) = (extents.config(), extents.rows() as u64, design.fate);
+        let (count, heads) = (4 * Self::count(config, design) as u64, config.kv_heads as u64);
         let of_token = (2 * config.layers + fate.functions() + 1) as u64 * heads + config.hidden as u64;
         let of_slots = if fate == Fate::Accumulated { Accumulation::bytes(extents) } else { 0 };
         let of_attention = Outputs::bytes(&extents.attention(), extents.dtype());
         LabelBytes::from([
             (Label::Weights, count),
             (Label::Gradients, count),
-            (Label::Activations, 4 * rows * of_token + of_attention + of_slots),
+            (Label::Activations, rows * (4 * of_token + design.sizes(config).row_bytes()) + of_attention + of_slots),
         ])
     }
 
-    /// Tokens of the window.
-    pub fn window(&self) -> usize {
-        self.places.fate.window()
+    /// As [`Fate::reach`].
+    pub fn reach(&self) -> usize {
+        self.places.fate.reach()
     }
 
     /// Begins a forward pass.
@@ -244,8 +237,10 @@ impl Gates {
         if self.is_dense() {
             return;
         }
-        let weights = Weights::F32(&self.weights);
-        self.linears[layer].forward(cpu, weights, n, &mut self.outputs, false, scratch);
+        if let Mode::Drawn { seed } = self.mode {
+            self.functions.draw(layer, &mut self.weights, n, seed);
+        }
+        self.functions.forward(layer, cpu, &self.weights, n, &mut self.outputs, scratch);
         let mut rng = match self.mode {
             Mode::Relaxed { seed, step } => {
                 let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -315,7 +310,7 @@ impl Gates {
 
     /// The biases of a layer's keys; `None` for the dense model.
     pub(super) fn bias(&self, layer: usize) -> Option<KeyBias<'_>> {
-        (!self.is_dense()).then(|| KeyBias { values: &self.bias[self.layer(layer)], window: self.window() })
+        (!self.is_dense()).then(|| KeyBias { values: &self.bias[self.layer(layer)], window: self.reach() })
     }
 
     /// Fraction of the tokens behind a window that the last forward pass evicted, over all layers and heads.
@@ -335,7 +330,7 @@ impl Gates {
 
     /// Decisions that count.
     fn mature(&self) -> usize {
-        self.logits.len() / self.places.len * self.places.len.saturating_sub(self.window())
+        self.logits.len() / self.places.len * self.places.len.saturating_sub(self.reach())
     }
 
     /// The one-sided term `weight * max(0, target - evicted)` of the loss, which [`Gates::backward`] looks at.
@@ -372,18 +367,15 @@ impl Gates {
             let dz = alpha * ((1.0 - alpha) * (by_alpha - pressure) - dbias);
             self.outputs[at] = SCALE / TAU * dz;
         }
-        let Gates { linears, weights, gradient, outputs, .. } = self;
-        linears[layer].gradients(cpu, outputs, n, &mut UnitGradients { values: gradient, first: 0 });
-        let outputs = &outputs[first * linears[layer].outputs..];
-        linears[layer].backward(cpu, Weights::F32(weights), outputs, dn, true, scratch);
+        let Gates { functions, weights, gradient, outputs, .. } = self;
+        functions.backward(layer, cpu, (weights, gradient), (n, outputs), (dn, first), scratch);
     }
 
-    /// Weights `[layers, Hkv, hidden]` and biases `[layers, Hkv]` of each function as they are used, with scale and offset: what a policy
-    /// file holds.
+    /// Weights `[layers, Hkv, hidden or inner]` and biases `[layers, Hkv]` of each function as they are used, with scale and offset: what
+    /// a policy file holds, and the inner layers' beside them.
     pub fn folded(&self) -> Vec<[Vec<f32>; 2]> {
-        let Places { heads, fate, .. } = self.places;
-        let (functions, layers) = (fate.functions(), self.linears.len());
-        let (weights, biases) = self.weights.split_at(self.weights.len() - layers * functions * heads);
+        let (functions, layers) = (self.places.fate.functions(), self.functions.sizes().layers());
+        let [weights, biases, ..] = self.functions.sizes().ranges().map(|range| &self.weights[range]);
         let scaled = |function: usize, values: &[f32], offset: f32| -> Vec<f32> {
             let each = values.len() / (layers * functions);
             let of_function = values.chunks_exact(each).skip(function).step_by(functions);
@@ -392,6 +384,12 @@ impl Gates {
         let offset = |function| if function == 0 { OFFSET } else { 0.0 };
         let folded = |function| [scaled(function, weights, 0.0), scaled(function, biases, offset(function))];
         (0..functions).map(folded).collect()
+    }
+
+    /// Weights `[layers, inner, hidden]` and biases `[layers, inner]` of the inner layers; empty where functions are linear.
+    pub fn inner(&self) -> [&[f32]; 2] {
+        let [_, _, weights, biases] = self.functions.sizes().ranges().map(|range| &self.weights[range]);
+        [weights, biases]
     }
 }
 

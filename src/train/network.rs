@@ -52,7 +52,7 @@ impl Batch {
 #[derive(Debug, Clone, Copy)]
 pub struct Distilled {
     /// Kullback-Leibler divergence of the dense model's next tokens from those of the model with gates, nats; mean over
-    /// the queries behind the first window.
+    /// the queries behind the first window and its own token.
     pub kl: f64,
     /// Fraction of the tokens behind a window that were evicted.
     pub evicted: f64,
@@ -322,7 +322,7 @@ impl<'a> Network<'a> {
         let head = Head { weights: output, rounds: weights.rounds(), gradient: None, softcap: config.final_softcap };
         let Shared { gates, dn, scratch, .. } = &mut self.shared;
         let gates = gates.as_mut().expect("begin() found them");
-        let judged = [self.extents.len, gates.window()];
+        let judged = [self.extents.len, gates.reach()];
         let (models, dn) = ([&*gates.dense, &*self.n], target.is_some().then_some(&mut **dn));
         let kl = self.loss.distil(self.cpu, models, judged, head, dn, &mut scratch.products);
         let evicted = gates.evicted();

@@ -42,6 +42,24 @@ fn facts_are_written_read_and_forgotten_across_files() {
     assert_eq!(report(folder, "memory read --from m --input all --output r")["answered"], 5);
 }
 
+/// A list that is full goes on with the latest, and says so.
+#[test]
+fn facts_that_a_scope_detector_has_no_room_for_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    vectors(folder, "facts", 32, &[0, 1, 2]);
+    vectors(folder, "more", 32, &[3, 4]);
+    let said = |arguments: &str| {
+        let done = kvsieve(folder, arguments).assert().success();
+        String::from_utf8(done.get_output().stderr.clone()).unwrap()
+    };
+    let made = "memory write --memory larimar:slots=12,scope=list --most-facts 4";
+    assert_eq!(said(&format!("{made} --input facts --output m")), "");
+    let warned = said("memory write --from m --input more --output m");
+    assert!(warned.starts_with("warning: scope=list lists the latest 4 facts, and 1 older ones went"), "{warned}");
+    assert_eq!(report(folder, "memory read --from m --input facts --output r")["answered"], 2);
+}
+
 #[test]
 fn mistakes_are_one_line_and_status_2() {
     let folder = tempfile::tempdir().unwrap();

@@ -7,9 +7,10 @@ use kvsieve::device::Cpu;
 use kvsieve::device::cuda::Runtime;
 use kvsieve::memory::Arena;
 use kvsieve::model::cuda::{DeviceDecoder, DeviceModel};
-use kvsieve::model::{Decoder, Eviction, Model, Sampler, Sampling, Setup, generate};
+use kvsieve::model::{Config, Decoder, Eviction, Model, Sampler, Sampling, Setup, generate};
 use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
+use kvsieve::tensor::file::{self, Output};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -88,6 +89,85 @@ fn on_cpu(model: &Model, tokens: &[u32], eviction: Eviction<'_>, after: usize, c
     (all, decoder.evicted_tokens())
 }
 
+/// How far logits of a policy at work on the GPU are off those on the CPU, and what was evicted on each.
+fn apart(
+    (runtime, cpu): (&Runtime, &Cpu),
+    model: &Model,
+    tokens: &[u32],
+    text: &str,
+    after: usize,
+    chunk: usize,
+) -> (f32, u64, u64) {
+    let policy = Registry::default().policy(text).unwrap();
+    let eviction = Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0, repeat: None };
+    let (wanted, evicted) = on_cpu(model, tokens, eviction, after, chunk);
+    let arena = Arena::unlimited();
+    let there = DeviceModel::new(model, runtime, &arena).unwrap();
+    let setup = Setup { columns: policy.columns(), ..setup(1, chunk) };
+    let mut decoder = DeviceDecoder::new(&there, setup, &arena).unwrap();
+    decoder.evict(eviction, cpu, after).unwrap();
+    let mut got = Vec::new();
+    decoder.prefill(0, &tokens[..after], |_, logits| got.extend_from_slice(logits)).unwrap();
+    decoder.follow(0, &tokens[after..], |_, logits| got.extend_from_slice(logits)).unwrap();
+    (furthest(&got, &wanted), decoder.evicted_tokens(), evicted)
+}
+
+/// Gates that tell tokens apart: of a policy's name, with `inner` elements between, or linear.
+fn write_gates(path: &Path, config: &Config, policy: &str, inner: Option<usize>, decided_by: &str) {
+    let mut state = 7u32;
+    let mut numbers = |count: usize| -> Vec<f32> {
+        let mut number = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        };
+        (0..count).map(|_| number()).collect()
+    };
+    let (layers, heads, hidden) = (config.layers, config.kv_heads, config.hidden);
+    let mut shapes = vec![("weight", vec![layers, heads, inner.unwrap_or(hidden)]), ("bias", vec![layers, heads])];
+    shapes.extend(
+        inner
+            .iter()
+            .flat_map(|&inner| [("inner.weight", vec![layers, inner, hidden]), ("inner.bias", vec![layers, inner])]),
+    );
+    let tensors: Vec<(String, Vec<usize>, Vec<f32>)> = shapes
+        .into_iter()
+        .map(|(what, shape)| (format!("{policy}.{what}"), shape.clone(), numbers(shape.iter().product())))
+        .collect();
+    let outputs: Vec<Output<'_>> =
+        tensors.iter().map(|(name, shape, values)| Output::f32(name, shape.clone(), values)).collect();
+    let metadata =
+        [("window", "4"), ("decided_by", decided_by)].map(|(key, value)| (key.to_string(), value.to_string()));
+    file::write_with(path, &outputs, Some(metadata.into())).unwrap();
+}
+
+#[test]
+#[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
+fn cuda_gates_evict_in_models_as_on_the_cpu() {
+    let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(Some(1)).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["llama", "qwen3"] {
+        let expected = checkpoint(name);
+        let model = Model::open(&expected.folder, &Arena::unlimited()).unwrap();
+        let bound = 1e-3 * deviation(&expected.logits);
+        let cases = [
+            ("dms", None, "itself", "", 24, 80),
+            ("dms", None, "next", "", 30, 7),
+            ("dms", Some(5), "itself", "+chunks:tokens=13", 40, 5),
+            ("gate", Some(9), "itself", "", 24, 80),
+            ("gate", None, "itself", "+every", 24, 16),
+        ];
+        for (index, (policy, inner, decided_by, parts, after, chunk)) in cases.into_iter().enumerate() {
+            let path = folder.path().join(format!("{name}-{index}.safetensors"));
+            write_gates(&path, &model.config, policy, inner, decided_by);
+            let text = format!("{policy}:gates={}{parts}", path.display());
+            let (off, evicted, wanted) = apart((&runtime, &cpu), &model, &expected.tokens, &text, after, chunk);
+            println!("{name}, {index}, {text}: off by {off}, allowed {bound}; {wanted} evicted");
+            assert!(wanted > 0 && evicted == wanted, "{name}, {text}: {evicted} and {wanted} evicted");
+            assert!(off <= bound, "{name}, {text}: off by {off}");
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
 fn cuda_policies_evict_in_models_as_on_the_cpu() {
@@ -122,23 +202,11 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
         let bound = 1e-3 * deviation(&expected.logits);
         // Every policy in the first model, and in the others, which differ in heads and in their extents, each third.
         for (text, after, chunk) in cases.into_iter().step_by(if name == "llama" { 1 } else { 3 }) {
-            let policy = Registry::default().policy(text).unwrap();
-            let eviction =
-                Eviction { policy: &policy, name: text, budget: Some("12".parse().unwrap()), seed: 0, repeat: None };
-            let (wanted, evicted) = on_cpu(&model, tokens, eviction, after, chunk);
-            let arena = Arena::unlimited();
-            let there = DeviceModel::new(&model, &runtime, &arena).unwrap();
-            let setup = Setup { columns: policy.columns(), ..setup(1, chunk) };
-            let mut decoder = DeviceDecoder::new(&there, setup, &arena).unwrap();
-            decoder.evict(eviction, &cpu, after).unwrap();
-            let mut got = Vec::new();
-            decoder.prefill(0, &tokens[..after], |_, logits| got.extend_from_slice(logits)).unwrap();
-            decoder.follow(0, &tokens[after..], |_, logits| got.extend_from_slice(logits)).unwrap();
-            let off = furthest(&got, &wanted);
-            println!("{name}, {text}: off by {off}, allowed {bound}; {evicted} evicted");
-            assert!(text == "full" || evicted > 0, "{name}, {text}");
-            if off.is_nan() || off > bound || decoder.evicted_tokens() != evicted {
-                failed.push(format!("{name}, {text}: off by {off}; {} evicted", decoder.evicted_tokens()));
+            let (off, evicted, wanted) = apart((&runtime, &cpu), &model, tokens, text, after, chunk);
+            println!("{name}, {text}: off by {off}, allowed {bound}; {wanted} evicted");
+            assert!(text == "full" || wanted > 0, "{name}, {text}");
+            if off.is_nan() || off > bound || evicted != wanted {
+                failed.push(format!("{name}, {text}: off by {off}; {evicted} evicted"));
             }
         }
     }

@@ -32,6 +32,7 @@ fn settings() -> Settings {
         pressure: 20.0,
         decided_by: Default::default(),
         accumulates: false,
+        inner: None,
         adapters: None,
         weights: DType::F32,
     }
@@ -77,6 +78,40 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     assert!(error.contains("it is of another recipe"), "{error}");
     assert!(matches!(train(&settings(), &parts, false, None), Err(TrainError::Taken(_))));
     assert!(matches!(train(&settings(), &folder.path().join("new"), true, None), Err(TrainError::Nothing(_))));
+}
+
+/// An inner layer is drawn once, learns, is resumed, and is what the policy reads.
+#[test]
+fn gates_with_an_inner_layer_are_trained_and_at_work_in_their_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let [whole, parts] = ["whole", "parts"].map(|name| folder.path().join(name));
+    let deep = Settings { inner: Some(12), steps: 12, learning_rate: 1e-2, ..settings() };
+    let lines = train(&deep, &whole, false, None).unwrap();
+    assert!(
+        lines.iter().any(|line| matches!(line, Line::HeldOutGates { evicted, .. } if *evicted > 0.02)),
+        "{lines:?}"
+    );
+    train(&deep, &parts, false, Some(2)).unwrap();
+    train(&deep, &parts, true, None).unwrap();
+    let bytes = [&whole, &parts].map(|out| fs::read(out.join(dms::POLICY)).unwrap());
+    assert!(bytes[0] == bytes[1], "resumed gates differ");
+    let file = SafeTensors::deserialize(&bytes[0]).unwrap();
+    let names = ["dms.weight", "dms.bias", "dms.inner.weight", "dms.inner.bias"];
+    let shapes = names.map(|name| file.tensor(name).unwrap().shape().to_vec());
+    let config = kvsieve::model::Config::read(Path::new("models/builtin")).unwrap();
+    let (layers, heads, hidden) = (config.layers, config.kv_heads, config.hidden);
+    assert_eq!(shapes, [vec![layers, heads, 12], vec![layers, heads], vec![layers, 12, hidden], vec![layers, 12]]);
+
+    let eval = |gates: &Path| {
+        let mut command = kvsieve();
+        command.args(["eval", "--model", "builtin", "--task", "passkey", "--context", "256", "--samples", "1"]);
+        command.args(["--budget", "0.5", "--policy"]).arg(format!("dms:gates={}", gates.display()));
+        command.assert()
+    };
+    eval(&whole.join(dms::POLICY)).success();
+    let mut command = kvsieve();
+    command.args(["train", "--method", "dms", "--model", "builtin", "--inner", "0", "--out"]).arg(folder.path());
+    command.assert().failure().code(2).stderr(contains("the inner layer has 0 elements"));
 }
 
 #[test]
@@ -153,7 +188,7 @@ fn gates_that_accumulate_are_trained_and_at_work_in_their_model() {
     // Gates that drop are other gates.
     eval(format!("dms:gates={}", gates.display())).failure().code(2).stderr(contains("dms.weight"));
     eval("dmc:window=4".into()).failure().code(2).stderr(contains("window"));
-    for option in [["--window", "8"], ["--decided-by", "next"], ["--sink", "4"]] {
+    for option in [["--window", "8"], ["--decided-by", "next"], ["--sink", "4"], ["--inner", "4"]] {
         let mut command = kvsieve();
         command.args(["train", "--method", "dmc", "--model", "builtin"]).args(option).arg("--out").arg(&whole);
         command.assert().failure().code(2).stderr(contains(format!("{} is nothing to --method dmc", option[0])));
@@ -214,7 +249,7 @@ fn settings_that_mean_nothing_are_refused() {
         (&["--ratio", "1"], "the ratio is 1; it must be finite and above 1"),
         (&["--ratio", "4,2"], "the ratio is 2; it must be finite and above 4"),
         (&["--weights", "int8"], "'int8' is neither f32 nor bf16"),
-        (&["--window", "64", "--length", "64"], "the window is 64; it must be 1 to less than the training context, 64"),
+        (&["--window", "63", "--length", "64"], "the window is 63; it must be 1 to 62, so that sequences of 64 tokens"),
         (&["--length", "100000"], "the length is 100000; it must be 16 to"),
         (&["--steps", "0"], "0 steps of 1 sequences; both must be at least 1"),
         (&["--text", empty.to_str().unwrap()], "at least 20480 are needed"),

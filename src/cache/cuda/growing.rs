@@ -2,7 +2,10 @@
 //! layer, in copies and launches that are begun one behind another and not waited for.
 
 use super::{DeviceCache, ROWS};
-use crate::device::cuda::{Argument, Arrival, Changes, CudaError, DeviceBuffer, Gathering, Launch, Received, Runtime};
+use crate::cache::Column;
+use crate::device::cuda::{
+    Argument, Arrival, Changes, CudaError, DeviceBuffer, Gathering, Gating, Launch, Received, Runtime,
+};
 use std::ops::Range;
 
 impl DeviceCache {
@@ -121,13 +124,32 @@ impl DeviceCache {
         width: usize,
     ) -> Result<(), CudaError> {
         let longest = self.lens[lists.clone()].iter().copied().max().unwrap_or(0);
-        if self.attention.is_none() || width < longest {
+        if self.carried.is_none() || width < longest {
             return Err(CudaError::Operand(
                 "a cache that keeps no attention, or columns shorter than its lists".into(),
             ));
         }
         let (received, grid) = (Received::new(columns, [lists.len(), width])?, [width.div_ceil(256), lists.len(), 1]);
         self.begin(runtime, lists, ("add_columns", 256), grid, &received)
+    }
+
+    /// Begins to give the newest tokens of some lists, or those `later` before each of them, the gates `[count, lists]` that they decided on.
+    ///
+    /// # Errors
+    /// [`CudaError::Operand`] when the cache keeps no gates, and as [`Runtime::module`].
+    pub(crate) fn place_gates(
+        &self,
+        runtime: &Runtime,
+        lists: Range<usize>,
+        gates: &DeviceBuffer,
+        count: usize,
+        later: usize,
+    ) -> Result<(), CudaError> {
+        if !self.shape.columns.contains(&Column::Gate) {
+            return Err(CudaError::Operand("gates for a cache that keeps none".into()));
+        }
+        let (gating, grid) = (Gating::new(gates, [count, lists.len()], later)?, [count.div_ceil(256), lists.len(), 1]);
+        self.begin(runtime, lists, ("place_gates", 256), grid, &gating)
     }
 
     /// Begins a function of `compact.cu` with so many threads over some lists.

@@ -2,8 +2,8 @@
 //!
 //! It is [`crate::cache`]'s cache, with the same [`CacheShape`] and the same labels in the arena, and eviction gives
 //! whole slabs back to the GPU. Kernels (`kernels/compact.cu`) append, compact and rotate keys; of tokens nothing comes to
-//! the host. Lists share no pages here, and tokens carry their position and, where asked for, attention and the position
-//! that they came with: [`Column::Weight`], [`Column::Gate`] and [`Column::Bias`] are refused. Positions and columns are plain arrays as long as the lists may grow,
+//! the host. Lists share no pages here, and tokens carry their position and, where asked for, attention or a gate, and the position
+//! that they came with: [`Column::Weight`] and [`Column::Bias`] are refused. Positions and columns are plain arrays as long as the lists may grow,
 //! which eviction does not shorten: 4 bytes for each place.
 
 mod growing;
@@ -45,7 +45,8 @@ pub struct DeviceCache {
     /// Lengths of the lists, and behind them room for changes of the page table: a place and a page for each list.
     news: DeviceBuffer,
     positions: DeviceBuffer,
-    attention: Option<DeviceBuffer>,
+    /// Attention that tokens received, or their gates.
+    carried: Option<DeviceBuffer>,
     origins: Option<DeviceBuffer>,
     moves: DeviceBuffer,
     /// Turns per token of each pair of channels, where tokens carry what their keys stood at before.
@@ -68,16 +69,16 @@ impl DeviceCache {
             let wanted = format!("pages of codes hold a multiple of {GPU_PAGE_TOKENS} tokens on a GPU");
             return Err(CudaError::Operand(format!("pages of {} tokens; {wanted}", shape.page_tokens)));
         }
-        if shape.columns.iter().any(|column| matches!(column, Column::Weight | Column::Gate | Column::Bias)) {
-            let kept = "attention and origins, not weights, gates or biases";
+        let has = |column: Column| shape.columns.contains(&column);
+        if has(Column::Weight) || has(Column::Bias) || has(Column::Gate) && has(Column::Attention) {
+            let kept = "attention or gates, and origins, not both nor weights or biases";
             return Err(CudaError::Operand(format!("a cache in a GPU's memory keeps {kept} of tokens")));
         }
         let (lists, width) = (shape.lists(), shape.pages(shape.max_tokens));
         let numbers = |label, count: usize| device.alloc(arena, label, 4 * count as u64);
         let places = lists * shape.max_tokens;
-        let column =
-            |column: Column| shape.columns.contains(&column).then(|| numbers(Label::Policy, places)).transpose();
-        let turns = shape.columns.contains(&Column::Origin).then(|| numbers(Label::Policy, 2 * (shape.head_dim / 2)));
+        let column = |is_kept: bool| is_kept.then(|| numbers(Label::Policy, places)).transpose();
+        let turns = has(Column::Origin).then(|| numbers(Label::Policy, 2 * (shape.head_dim / 2)));
         Ok(DeviceCache {
             shape,
             rows,
@@ -87,8 +88,8 @@ impl DeviceCache {
             pages_there: numbers(Label::PageTable, lists * width)?,
             news: numbers(Label::PageTable, 3 * lists)?,
             positions: numbers(Label::Metadata, places)?,
-            attention: column(Column::Attention)?,
-            origins: column(Column::Origin)?,
+            carried: column(has(Column::Attention) || has(Column::Gate))?,
+            origins: column(has(Column::Origin))?,
             moves: numbers(Label::PageTable, 2 * MOST_MOVES)?,
             turns: turns.transpose()?,
             turns_told: Vec::new(),
@@ -199,7 +200,7 @@ impl DeviceCache {
             return Err(CudaError::Operand(format!("{counts:?} tokens to keep of {:?}", self.lens)));
         }
         let keeping = Keeping::new(slots, counts_there, lists, width)?;
-        let parts = if self.origins.is_some() { 5 } else { 3 + usize::from(self.attention.is_some()) };
+        let parts = if self.origins.is_some() { 5 } else { 3 + usize::from(self.carried.is_some()) };
         self.begin(runtime, 0..lists, ("keep_slots", 256), [lists, parts, 1], &keeping)?;
         for (table, (&count, &len)) in self.table.chunks(self.table_width()).zip(counts.iter().zip(&self.lens)) {
             let emptied = &table[self.shape.pages(count)..self.shape.pages(len)];
@@ -248,7 +249,7 @@ impl DeviceCache {
     /// # Errors
     /// [`CudaError::Operand`] when the cache does not keep attention, and as [`Runtime::module`].
     pub fn add_attention(&mut self, runtime: &Runtime, columns: &DeviceBuffer, width: usize) -> Result<u64, CudaError> {
-        if self.attention.is_none() || width < self.max_len() {
+        if self.carried.is_none() || width < self.max_len() {
             return Err(CudaError::Operand(
                 "a cache that keeps no attention, or columns shorter than its lists".into(),
             ));
@@ -311,7 +312,7 @@ impl DeviceCache {
             kv: self.kv_from(lists.start),
             positions: &self.positions,
             origins: self.origins.as_ref(),
-            attention: self.attention.as_ref(),
+            carried: self.carried.as_ref(),
             lists: lists.len(),
             heads: self.shape.kv_heads,
             stride: self.shape.max_tokens,

@@ -1,8 +1,9 @@
 //! `kvsieve memory --model M --maps FILE`: facts and questions as text, written by a model's own encoder and answered by the
 //! model with what is read from the memory before the question.
 
-use super::{Action, Args};
+use super::{Action, Args, unlisted};
 use crate::cli::failure::Failure;
+use crate::cli::output;
 use crate::device::Cpu;
 use crate::editing::{Editor, Encoder, Fact, Informed, MEMORY, Maps};
 use crate::episodic::{FactShape, Facts};
@@ -75,6 +76,7 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
         _ => editor.write(&facts)?,
     }
     editor.facts.save(&args.output, &name, &shape)?;
+    output::warn(unlisted(&editor.facts, &shape).as_slice());
     Ok((name, facts.len(), shape.width, None, arena.usage()))
 }
 

@@ -81,7 +81,7 @@ pub(super) struct Gates {
     /// Weight of the term of the loss that asks for eviction [default: 1; duo: 0.05]
     #[arg(long, value_name = "X", requires = "method")]
     pressure: Option<f64>,
-    /// Elements of an inner layer, with GELU, of the functions of kvzap [default: none: they are linear]
+    /// Elements of an inner layer, with GELU, of the functions of dms and kvzap [default: none: they are linear]
     #[arg(long, value_name = "N", requires = "method")]
     inner: Option<usize>,
     /// Whose hidden state decides on a token: its own, or that of the token behind it, as in NVIDIA's DMS [default: itself; dmc: always next]
@@ -210,7 +210,7 @@ impl Args {
                     self.tuning.given().into_iter().partition(|given| given.2);
                 let of_gates = [
                     ("--sink", sink.is_some(), false),
-                    ("--inner", inner.is_some(), false),
+                    ("--inner", accumulates && inner.is_some(), false),
                     ("--window", accumulates && window.is_some(), false),
                     ("--decided-by", accumulates && self.gates.decided_by.is_some(), false),
                 ];
@@ -236,6 +236,7 @@ impl Args {
                     pressure,
                     decided_by,
                     accumulates,
+                    inner,
                     adapters,
                     weights,
                 };

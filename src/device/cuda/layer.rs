@@ -224,6 +224,11 @@ impl<'a> Each<'a> {
         Self::over(x, has("row", y, 4 * width)?, rows * width, width, 0.0)
     }
 
+    /// `count` elements by themselves.
+    pub fn alone(x: &'a mut DeviceBuffer, count: usize) -> Result<Self, CudaError> {
+        Self::over(x, 0, count, 1, 0.0)
+    }
+
     /// `count` elements with a soft-cap.
     pub fn capped(x: &'a mut DeviceBuffer, count: usize, cap: f32) -> Result<Self, CudaError> {
         Self::over(x, 0, count, 1, cap)

@@ -24,8 +24,8 @@ pub(crate) struct ListsOperands<'a> {
     pub positions: &'a DeviceBuffer,
     /// The same of what keys stood at before they were rotated, where that is kept.
     pub origins: Option<&'a DeviceBuffer>,
-    /// `[all lists, stride]` in f32, where it is kept.
-    pub attention: Option<&'a DeviceBuffer>,
+    /// What tokens carry, `[all lists, stride]` in f32, where it is kept.
+    pub carried: Option<&'a DeviceBuffer>,
     /// `B Hkv`.
     pub lists: usize,
     /// `Hkv`.
@@ -43,7 +43,7 @@ pub(crate) struct Lists<'a> {
     pages: Pages<'a>,
     positions: u64,
     origins: u64,
-    attention: u64,
+    carried: u64,
     heads: i32,
     stride: i32,
     buffers: Borrowed<'a>,
@@ -59,14 +59,14 @@ impl<'a> Lists<'a> {
     /// # Errors
     /// [`CudaError::Operand`] when a buffer is too small or an extent too large.
     pub fn new(operands: &ListsOperands<'a>) -> Result<Self, CudaError> {
-        let ListsOperands { kv, positions, origins, attention, lists, heads, stride, row_bytes } = *operands;
+        let ListsOperands { kv, positions, origins, carried, lists, heads, stride, row_bytes } = *operands;
         let (before, bytes) = (4 * kv.first_list * stride, 4 * (kv.first_list + lists) * stride);
         let from = |start: u64| start + before as u64;
         Ok(Lists {
             pages: Pages::new(&kv, lists, stride, row_bytes)?,
             positions: has("positions", positions, bytes).map(from)?,
             origins: origins.map_or(Ok(0), |origins| has("origins", origins, bytes).map(from))?,
-            attention: attention.map_or(Ok(0), |attention| has("attention", attention, bytes).map(from))?,
+            carried: carried.map_or(Ok(0), |carried| has("carried numbers", carried, bytes).map(from))?,
             heads: short("KV heads", heads)?,
             stride: short("tokens of a list", stride)?,
             buffers: PhantomData,
@@ -391,6 +391,30 @@ impl<'a> Received<'a> {
     }
 }
 
+/// Gates of tokens that come, `[count, lists]` in f32, each of the token `later` before it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Gating<'a> {
+    gates: u64,
+    count: i32,
+    later: i32,
+    buffers: Borrowed<'a>,
+}
+
+// SAFETY: see `Lists`.
+unsafe impl DeviceRepr for Gating<'_> {}
+
+impl<'a> Gating<'a> {
+    /// Of so many tokens for each of `lists` lists.
+    ///
+    /// # Errors
+    /// As [`Lists::new`].
+    pub fn new(gates: &'a DeviceBuffer, [count, lists]: [usize; 2], later: usize) -> Result<Self, CudaError> {
+        let gates = has("gates", gates, 4 * count * lists)?;
+        Ok(Gating { gates, count: short("tokens", count)?, later: short("tokens", later)?, buffers: PhantomData })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::source::tests::{in_cuda_text, in_rust};
@@ -405,7 +429,7 @@ mod tests {
             (lists, &["Lists", "Observers"][..]),
             (select, &["Choice"]),
             (score, &["Scoring"]),
-            (compact, &["Keeping", "Moves", "Changes", "Received"]),
+            (compact, &["Keeping", "Moves", "Changes", "Received", "Gating"]),
         ];
         for (text, names) in sources {
             for name in names {

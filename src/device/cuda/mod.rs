@@ -40,8 +40,8 @@ pub use gradients::{BackwardOperands, Gradients, backward, deltas};
 pub(crate) use layer::{Each, Embedding, Heads, HeadsOperands, Linear, Narrowing, Norm};
 pub use limits::Limits;
 pub(crate) use lists::{
-    Changes, Choice, ChoiceOperands, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands, Received,
-    Scoring,
+    Changes, Choice, ChoiceOperands, Gating, Keeping, Lists, ListsOperands, Moves, Observers, ObserversOperands,
+    Received, Scoring,
 };
 pub use nvml::{Condition, GpuProcess, Nvml};
 pub use nvrtc::Nvrtc;

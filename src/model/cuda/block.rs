@@ -1,5 +1,6 @@
 //! One block, and the logits at the end, begun on the GPU; the activations between them.
 
+use super::gates::Place;
 use super::{DeviceDecoder, DeviceModel};
 use crate::device::cuda::{CudaError, Device, DeviceBuffer, HeadsOperands};
 use crate::memory::{Arena, Label};
@@ -98,6 +99,9 @@ impl DeviceDecoder<'_> {
         }
         let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
         self.cache.place(self.of.runtime, lists.clone(), [k_heads, v_heads], count, self.seen)?;
+        if let Some(evictor) = &mut self.evictor {
+            evictor.gate(&Place { runtime: self.of.runtime, layers, cache: &self.cache, layer, count }, normed)?;
+        }
         if self.evictor.as_ref().is_some_and(|evictor| evictor.rotates()) {
             self.cache.turn_newest(self.of.runtime, lists.clone(), count)?;
             let (extents, seen) = ([config.q_heads, count], self.seen + count);

@@ -2,6 +2,7 @@
 //! far as the policy looks at it. Keys, values, queries and scores stay on the GPU.
 
 use super::attend::attended;
+use super::gates::{DeviceGates, Place};
 use crate::attention::cuda::export::{Observed, begin_columns};
 use crate::attention::export::Reduction;
 use crate::cache::cuda::DeviceCache;
@@ -21,6 +22,8 @@ pub(super) struct DeviceEvictor<'a> {
     cpu: &'a Cpu,
     arena: Arena,
     window: Option<DeviceWindow>,
+    /// Of a policy with gates.
+    gates: Option<DeviceGates>,
     /// Attention that a layer's tokens receive of a pass.
     received: Growing,
     /// Whether keys and queries are rotated to positions inside the cache: from the first eviction step on, if at all.
@@ -30,7 +33,7 @@ pub(super) struct DeviceEvictor<'a> {
 }
 
 impl<'a> DeviceEvictor<'a> {
-    /// For a sequence whose context, as the budget counts it, will be `context` tokens long.
+    /// For a sequence whose context, as the budget counts it, will be `context` tokens long, and of which at most `rows` come at once.
     ///
     /// # Errors
     /// [`PolicyError::Combination`] with what has no form on a GPU; when the budget leaves nothing, or there is no room.
@@ -38,7 +41,7 @@ impl<'a> DeviceEvictor<'a> {
         eviction: Eviction<'a>,
         config: &Config,
         cache: &DeviceCache,
-        context: usize,
+        [context, rows]: [usize; 2],
         (runtime, cpu, arena): (&Runtime, &'a Cpu, &Arena),
     ) -> Result<Self, ModelError> {
         check(&eviction, config)?;
@@ -53,8 +56,10 @@ impl<'a> DeviceEvictor<'a> {
             _ => None,
         };
         let received = Growing::new(runtime.device(), arena, Label::Policy)?;
+        let gates = DeviceGates::new(policy, config, rows, runtime.device(), arena)?;
         let session = Session::new(Plan { policy, budget_tokens, seed });
-        Ok(DeviceEvictor { session, cpu, arena: arena.clone(), window, received, rotates: false, deferred: None })
+        let arena = arena.clone();
+        Ok(DeviceEvictor { session, cpu, arena, window, gates, received, rotates: false, deferred: None })
     }
 
     /// The policy, if it ever evicts.
@@ -75,6 +80,16 @@ impl<'a> DeviceEvictor<'a> {
     /// Whether keys and queries are rotated to positions inside the cache by now.
     pub fn rotates(&self) -> bool {
         self.rotates
+    }
+
+    /// Begins to give the `place`'s newest tokens, which are in their lists, their gates of the hidden states `[count, hidden]`.
+    ///
+    /// # Errors
+    /// As [`Runtime::module`].
+    pub fn gate(&mut self, place: &Place<'_>, hidden: &DeviceBuffer) -> Result<(), CudaError> {
+        let is_open = self.is_open();
+        let Some(gates) = self.gates.as_mut().filter(|_| is_open) else { return Ok(()) };
+        gates.begin(place, hidden)
     }
 
     /// Begins to look at the attention of a layer: `count` queries `[Hq, count, D]` and their log-sum-exps.
@@ -213,7 +228,7 @@ fn observes(policy: &Policy) -> bool {
 pub(super) fn check(eviction: &Eviction<'_>, config: &Config) -> Result<(), PolicyError> {
     eviction.check(config)?;
     let Eviction { policy, name, .. } = *eviction;
-    policy.check_device(name)?;
+    policy.check_device_in_model(name)?;
     let refuse = |reason: &str| {
         Err(PolicyError::Combination { policy: name.into(), reason: format!("{reason}; use --device cpu") })
     };

@@ -173,6 +173,11 @@ impl<'a> Layers<'a> {
         self.begin(DType::F32, function, blocks(count), &Each::with(gate, up, count)?)
     }
 
+    /// `x = gelu(x)`, by the error function.
+    pub fn gelu(&self, x: &mut DeviceBuffer, count: usize) -> Result<(), CudaError> {
+        self.begin(DType::F32, "gelu_each", blocks(count), &Each::alone(x, count)?)
+    }
+
     /// `x = cap tanh(x / cap)`.
     pub fn soft_cap(&self, x: &mut DeviceBuffer, count: usize, cap: f32) -> Result<(), CudaError> {
         self.begin(DType::F32, "cap_each", blocks(count), &Each::capped(x, count, cap)?)

@@ -9,6 +9,7 @@
 mod attend;
 mod block;
 mod evict;
+mod gates;
 mod layers;
 mod weights;
 
@@ -137,7 +138,13 @@ impl<'a> DeviceDecoder<'a> {
         let columns = eviction.policy.columns();
         assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
         let place = (self.of.runtime, cpu, &self.arena);
-        self.evictor = Some(DeviceEvictor::new(eviction, &self.of.model.config, &self.cache, context, place)?);
+        self.evictor = Some(DeviceEvictor::new(
+            eviction,
+            &self.of.model.config,
+            &self.cache,
+            [context, self.setup.rows()],
+            place,
+        )?);
         Ok(())
     }
 

@@ -130,11 +130,24 @@ impl Policy {
         })
     }
 
-    /// Says whether a GPU can evict by this policy, which was written as `name`.
+    /// Says whether a GPU can evict from tensors by this policy, which was written as `name`.
     ///
     /// # Errors
     /// [`PolicyError::Combination`] with what has no form for a GPU and what has.
     pub fn check_device(&self, name: &str) -> Result<(), PolicyError> {
+        if self.looks_at(Statistic::HiddenStates) {
+            let reason =
+                "gates of hidden states are worked out in models on CUDA, not for tensors; use --device cpu".into();
+            return Err(PolicyError::Combination { policy: name.into(), reason });
+        }
+        self.check_device_in_model(name)
+    }
+
+    /// The same of a model at work there.
+    ///
+    /// # Errors
+    /// As [`Policy::check_device`].
+    pub fn check_device_in_model(&self, name: &str) -> Result<(), PolicyError> {
         let refuse = |reason: String| Err(PolicyError::Combination { policy: name.into(), reason });
         let has_scoring_plan =
             |policy: &Policy| policy.scorer.as_ref().is_some_and(|scorer| scorer.scoring_plan().is_some());
@@ -148,7 +161,8 @@ impl Policy {
             let can: Vec<&str> = can.collect();
             return refuse(format!("no kernel for it on CUDA yet; there are {}; or use --device cpu", can.join(", ")));
         }
-        if !self.parameters.is_empty() {
+        let network = self.scorer.as_ref().and_then(|scorer| scorer.network());
+        if !self.parameters.is_empty() && network.is_none() {
             return refuse("parameters of a policy file are not read on CUDA; use --device cpu".into());
         }
         if self.action.is_some() {

@@ -15,7 +15,7 @@ const ROWS: usize = 32;
 /// Bytes of scratch memory that scores take besides themselves.
 pub fn scratch_bytes(plan: &ScoringPlan, lists: usize, width: usize, head_dim: usize) -> u64 {
     let elements = match plan {
-        ScoringPlan::Positions | ScoringPlan::KeyNorm | ScoringPlan::Accumulated { .. } => 0,
+        ScoringPlan::Positions | ScoringPlan::KeyNorm | ScoringPlan::Accumulated { .. } | ScoringPlan::Gates => 0,
         ScoringPlan::KeyUnlike => lists * width.div_ceil(ROWS) * head_dim,
         ScoringPlan::Recent { then: Then::Nothing, .. } => 0,
         ScoringPlan::Recent { .. } => lists * width,
@@ -55,6 +55,7 @@ pub(super) fn begin(
                 plain("score_age", scores)?;
             }
         }
+        ScoringPlan::Gates => plain("score_copy", scores)?,
         ScoringPlan::Recent { queries, reduction, then: Then::Nothing } => {
             context.begin_columns(cache, *queries, *reduction, scores)?;
         }
@@ -87,7 +88,7 @@ pub(super) fn programs(plan: &ScoringPlan, rows: GpuRows, head_dim: usize) -> Ve
     let columns = |queries| export::program(rows, head_dim, queries);
     let mut programs = vec![program(rows, head_dim)];
     programs.extend(match plan {
-        ScoringPlan::Positions | ScoringPlan::KeyNorm | ScoringPlan::KeyUnlike => None,
+        ScoringPlan::Positions | ScoringPlan::KeyNorm | ScoringPlan::KeyUnlike | ScoringPlan::Gates => None,
         ScoringPlan::Accumulated { .. } => Some(columns(OverQueries::Sum)),
         ScoringPlan::Recent { reduction, .. } => Some(columns(reduction.queries)),
         ScoringPlan::TimesValueNorm(plan) => return self::programs(plan, rows, head_dim),

@@ -17,7 +17,7 @@ pub(in crate::policy) struct CheckpointGates {
     pub weight: Learned,
     /// `[layers, Hkv]`.
     pub bias: Learned,
-    /// Recent tokens that stay, the newest among them.
+    /// Recent tokens that stay for a query, besides its own.
     pub window: usize,
 }
 
@@ -27,7 +27,7 @@ pub(in crate::policy) struct CheckpointGates {
 /// When it is not a checkpoint with DMS adapters, or its tensors do not fit its configuration.
 pub(in crate::policy) fn read(path: &Path) -> Result<CheckpointGates, PolicyError> {
     let folder = Folder::open(path)?;
-    let window = folder.count("dms_window_size")? + 1;
+    let window = folder.count("dms_window_size")?;
     if folder.config["dms_separate_alpha"] != Value::Bool(true) {
         let reason =
             "dms_separate_alpha is not true: its logits are a channel of the queries, which are then read without it";

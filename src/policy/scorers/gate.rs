@@ -9,7 +9,7 @@
 use crate::policy::Axis::{self, Hidden, KvHeads, Layers};
 use crate::policy::network::{Inner, Network};
 use crate::policy::published::{GATES, folder, from_file, kvzap};
-use crate::policy::{Assets, Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
+use crate::policy::{Assets, Context, Policy, PolicyEntry, PolicyError, Scorer, ScoringPlan, Statistic};
 use std::path::Path;
 
 /// The registry's line.
@@ -26,24 +26,37 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     },
 };
 
-const WEIGHT: &str = "gate.weight";
-const BIAS: (&str, &[Axis]) = ("gate.bias", &[Layers, KvHeads]);
-const INNER_WEIGHT: (&str, &[Axis]) = ("gate.inner.weight", &[Layers, Axis::Inner, Hidden]);
-const INNER_BIAS: (&str, &[Axis]) = ("gate.inner.bias", &[Layers, Axis::Inner]);
+const NAMES: Names =
+    Names { weight: "gate.weight", bias: "gate.bias", inner: ["gate.inner.weight", "gate.inner.bias"] };
+
+/// Names of the tensors of a network.
+pub(super) struct Names {
+    pub weight: &'static str,
+    pub bias: &'static str,
+    pub inner: [&'static str; 2],
+}
+
+const BIAS: &[Axis] = &[Layers, KvHeads];
+const INNER: [&[Axis]; 2] = [&[Layers, Axis::Inner, Hidden], &[Layers, Axis::Inner]];
 
 /// Axes of the weight behind an inner layer, or of the only one.
 fn axes(inner: &Option<Inner>) -> [Axis; 3] {
     [Layers, KvHeads, if inner.is_some() { Axis::Inner } else { Hidden }]
 }
 
-fn build(assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
-    let inner = match assets.optional(INNER_WEIGHT.0, INNER_WEIGHT.1)? {
-        Some(weight) => assets.needed(INNER_BIAS.0, INNER_BIAS.1)?.map(|bias| Inner { weight, bias }),
+/// The network of a file's tensors; `None` where there is no file.
+pub(super) fn network(assets: &mut Assets<'_>, names: &Names) -> Result<Option<Network>, PolicyError> {
+    let inner = match assets.optional(names.inner[0], INNER[0])? {
+        Some(weight) => assets.needed(names.inner[1], INNER[1])?.map(|bias| Inner { weight, bias }),
         None => None,
     };
-    let weight = assets.needed(WEIGHT, &axes(&inner))?;
-    let bias = assets.needed(BIAS.0, BIAS.1)?;
-    let network = weight.zip(bias).map(|(weight, bias)| Network { inner, weight, bias });
+    let weight = assets.needed(names.weight, &axes(&inner))?;
+    let bias = assets.needed(names.bias, BIAS)?;
+    Ok(weight.zip(bias).map(|(weight, bias)| Network { inner, weight, bias }))
+}
+
+fn build(assets: &mut Assets<'_>) -> Result<Policy, PolicyError> {
+    let network = network(assets, &NAMES)?;
     Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, network }))
 }
 
@@ -52,10 +65,9 @@ fn of_folder(path: &Path, assets: &mut Assets<'_>) -> Result<Policy, PolicyError
     let network = kvzap::read(path)?;
     let Network { inner, weight, bias } = &network;
     let axes = axes(inner);
-    let mut tensors = vec![(WEIGHT, &axes[..], weight), (BIAS.0, BIAS.1, bias)];
+    let mut tensors = vec![(NAMES.weight, &axes[..], weight), (NAMES.bias, BIAS, bias)];
     if let Some(inner) = inner {
-        tensors.push((INNER_WEIGHT.0, INNER_WEIGHT.1, &inner.weight));
-        tensors.push((INNER_BIAS.0, INNER_BIAS.1, &inner.bias));
+        tensors.extend([(NAMES.inner[0], INNER[0], &inner.weight), (NAMES.inner[1], INNER[1], &inner.bias)]);
     }
     assets.note(path, &tensors)?;
     Ok(Policy::after_prefill(Gate { policy: ENTRY.name, sign: 1.0, network: Some(network) }))
@@ -80,6 +92,14 @@ impl Scorer for Gate {
         let Some(network) = &self.network else { return };
         network.gates(layer, hidden, gates);
         gates.iter_mut().for_each(|gate| *gate *= self.sign);
+    }
+
+    fn network(&self) -> Option<(&Network, f32)> {
+        Some((self.network.as_ref()?, self.sign))
+    }
+
+    fn scoring_plan(&self) -> Option<ScoringPlan> {
+        Some(ScoringPlan::Gates)
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {

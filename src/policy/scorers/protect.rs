@@ -2,6 +2,7 @@
 
 use crate::attention::Shape;
 use crate::named::Parameter;
+use crate::policy::network::Network;
 use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, ScoringPlan, Statistic};
 
 /// The registry's line.
@@ -46,6 +47,10 @@ impl Scorer for Protected {
 
     fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
         self.scorer.gate(layer, hidden, gates);
+    }
+
+    fn network(&self) -> Option<(&Network, f32)> {
+        self.scorer.network()
     }
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {

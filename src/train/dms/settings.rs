@@ -4,7 +4,7 @@ use crate::model::Config;
 use crate::policy::DecidedBy;
 use crate::tensor::DType;
 use crate::train::adamw::Constants;
-use crate::train::gates::Fate;
+use crate::train::gates::{Design, Fate};
 use crate::train::lora::Asked;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -45,6 +45,9 @@ pub struct Settings {
     /// Whether tokens that go are accumulated into the one behind them (`--method dmc`), with a window of 1 and the next token deciding.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub accumulates: bool,
+    /// Elements of an inner layer of the gates' functions; linear ones have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inner: Option<usize>,
     /// Adapters that are trained beside the gates; none of the model itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapters: Option<Asked>,
@@ -62,9 +65,10 @@ impl Settings {
         if self.accumulates { "dmc" } else { "dms" }
     }
 
-    /// What becomes of tokens that go.
-    pub(super) fn fate(&self) -> Fate {
-        if self.accumulates { Fate::Accumulated } else { Fate::Dropped { window: self.window, by: self.decided_by } }
+    /// What the gates are.
+    pub(super) fn design(&self) -> Design {
+        let dropped = Fate::Dropped { window: self.window, by: self.decided_by };
+        Design { fate: if self.accumulates { Fate::Accumulated } else { dropped }, inner: self.inner }
     }
 
     pub(super) fn check(&self, config: &Config) -> Result<(), String> {
@@ -83,10 +87,14 @@ impl Settings {
                 self.ratios.len()
             ));
         }
-        if window == 0 || window >= length {
+        if window == 0 || window.saturating_add(1) >= length {
             return Err(format!(
-                "the window is {window}; it must be 1 to less than the training context, {length} tokens"
+                "the window is {window}; it must be 1 to {}, so that sequences of {length} tokens have some behind it",
+                length.saturating_sub(2)
             ));
+        }
+        if self.inner == Some(0) {
+            return Err("the inner layer has 0 elements; it must have at least 1, or is left out".into());
         }
         if self.accumulates && (window, self.decided_by) != (1, DecidedBy::Next) {
             return Err(format!(
@@ -178,6 +186,7 @@ mod tests {
             pressure: 1.0,
             decided_by: DecidedBy::Itself,
             accumulates: false,
+            inner: None,
             adapters: None,
             weights: DType::F32,
         };

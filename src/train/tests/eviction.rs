@@ -6,7 +6,7 @@ use crate::memory::{Buffer, LabelBytes};
 use crate::policy::{DecidedBy, Registry};
 use crate::tensor::DType;
 use crate::train::Weights;
-use crate::train::gates::{Fate, Gates, Mode, OFFSET, SCALE};
+use crate::train::gates::{Design, Fate, Gates, Mode, OFFSET, SCALE};
 use crate::train::lora::{Adapters, Asked, Layout};
 use crate::train::weights::Frozen;
 use half::bf16;
@@ -15,26 +15,40 @@ use std::path::Path;
 const WINDOW: usize = 5;
 const RELAXED: Mode = Mode::Relaxed { seed: 7, step: 3 };
 
-const KINDS: [Fate; 3] = [
-    Fate::Dropped { window: WINDOW, by: DecidedBy::Itself },
-    Fate::Dropped { window: WINDOW, by: DecidedBy::Next },
-    Fate::Accumulated,
+const DROPPED: Fate = Fate::Dropped { window: WINDOW, by: DecidedBy::Itself };
+
+const KINDS: [Design; 4] = [
+    Design { fate: DROPPED, inner: None },
+    Design { fate: Fate::Dropped { window: WINDOW, by: DecidedBy::Next }, inner: None },
+    Design { fate: Fate::Accumulated, inner: None },
+    Design { fate: DROPPED, inner: Some(3) },
 ];
+/// Those that do other work.
+const WORK: [Design; 3] = [KINDS[0], KINDS[2], KINDS[3]];
 
 /// Gates whose decisions are divided.
 fn gated<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute) -> Network<'a> {
     gated_by(arena, cpu, extents, recompute, KINDS[0])
 }
 
-fn gated_by<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Recompute, fate: Fate) -> Network<'a> {
-    let mut gates = Gates::new(arena, &extents, fate).unwrap();
+fn gated_by<'a>(
+    arena: &Arena,
+    cpu: &'a Cpu,
+    extents: Extents<'a>,
+    recompute: Recompute,
+    design: Design,
+) -> Network<'a> {
+    let mut gates = Gates::new(arena, &extents, design).unwrap();
     let mut rng = ChaCha8Rng::seed_from_u64(11);
-    let weights = gates.weights.len() / (extents.config().hidden + 1) * extents.config().hidden;
+    let (config, functions) = (extents.config(), if design.fate == Fate::Accumulated { 2 } else { 1 });
+    let weights = config.layers * functions * config.kv_heads * design.inner.unwrap_or(config.hidden);
+    let biases = weights + config.layers * functions * config.kv_heads;
     gates.weights[..weights].iter_mut().for_each(|weight| *weight = rng.random_range(-0.02..0.02));
-    gates.weights[weights..].fill(0.05);
-    if fate == Fate::Accumulated {
+    gates.weights[weights..biases].fill(0.05);
+    gates.weights[biases..].iter_mut().for_each(|weight| *weight = rng.random_range(-0.3..0.3));
+    if design.fate == Fate::Accumulated {
         // Weights of tokens that are neither all alike nor next to nothing.
-        let of_function = extents.config().kv_heads * extents.config().hidden;
+        let of_function = config.kv_heads * config.hidden;
         let importance = gates.weights[..weights].chunks_exact_mut(of_function).skip(1).step_by(2);
         importance.flatten().for_each(|weight| *weight *= 0.1);
     }
@@ -42,11 +56,11 @@ fn gated_by<'a>(arena: &Arena, cpu: &'a Cpu, extents: Extents<'a>, recompute: Re
 }
 
 /// Bytes of such a network.
-fn bytes(extents: &Extents<'_>, recompute: Recompute, threads: usize, fate: Fate) -> LabelBytes {
+fn bytes(extents: &Extents<'_>, recompute: Recompute, threads: usize, design: Design) -> LabelBytes {
     let mut bytes = extents.training_bytes(recompute, threads);
     // Nothing of the model is trained.
     bytes.retain(|label, _| ![Label::Gradients, Label::Optimizer].contains(label));
-    for (label, more) in Gates::bytes(extents, fate) {
+    for (label, more) in Gates::bytes(extents, design) {
         *bytes.entry(label).or_default() += more;
     }
     bytes
@@ -168,7 +182,7 @@ fn adapters_beside_gates_have_the_gradients_of_finite_differences_and_the_dense_
 #[test]
 fn recomputation_and_threads_do_not_change_a_bit_and_bytes_are_those_of_the_formula() {
     let models = [models(DType::F32), models(DType::Bf16)].concat();
-    for (parameters, kind) in models.iter().flat_map(|parameters| [KINDS[0], KINDS[2]].map(|kind| (parameters, kind))) {
+    for (parameters, kind) in models.iter().flat_map(|parameters| WORK.map(|kind| (parameters, kind))) {
         let extents = Extents { parameters, batch: 2, len: 70, skipped: 0 };
         let run = |recompute, threads| {
             let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(threads)).unwrap());
@@ -190,7 +204,7 @@ fn recomputation_and_threads_do_not_change_a_bit_and_bytes_are_those_of_the_form
 #[test]
 fn gradients_in_bf16_are_near_those_in_f32() {
     let pairs = models(DType::F32).into_iter().zip(models(DType::Bf16));
-    for ((wide, narrow), kind) in pairs.flat_map(|pair| [KINDS[0], KINDS[2]].map(|kind| (pair.clone(), kind))) {
+    for ((wide, narrow), kind) in pairs.flat_map(|pair| WORK.map(|kind| (pair.clone(), kind))) {
         let [wide, narrow] = [&wide, &narrow].map(|parameters| {
             let extents = Extents { parameters, batch: 2, len: 70, skipped: 0 };
             let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
@@ -206,12 +220,12 @@ fn gradients_in_bf16_are_near_those_in_f32() {
     }
 }
 
-/// The first window's rows are those of the dense model, whether they are computed once more or not.
+/// Rows that have no token behind their window are those of the dense model, whether they are computed once more or not.
 #[test]
 fn skipped_rows_change_nothing() {
     let models = [models(DType::F32), models(DType::Bf16)].concat();
-    for (parameters, kind) in models.iter().flat_map(|parameters| [KINDS[0], KINDS[2]].map(|kind| (parameters, kind))) {
-        let window = if kind == Fate::Accumulated { 1 } else { WINDOW };
+    for (parameters, kind) in models.iter().flat_map(|parameters| WORK.map(|kind| (parameters, kind))) {
+        let unchanged = if kind.fate == Fate::Accumulated { 1 } else { WINDOW + 1 };
         let run = |recompute, skipped, threads| {
             let extents = Extents { parameters, batch: 1, len: 140, skipped };
             let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(threads)).unwrap());
@@ -221,14 +235,14 @@ fn skipped_rows_change_nothing() {
             let found = network.distil(weights.all(), &tokens(&extents), RELAXED, Some((0.9, 1.0))).unwrap();
             (found.kl.to_bits(), found.evicted, network.gates().gradient.to_vec())
         };
-        let (all, behind) = (run(Recompute::None, 0, 1), run(Recompute::None, window, 1));
+        let (all, behind) = (run(Recompute::None, 0, 1), run(Recompute::None, unchanged, 1));
         assert_eq!((all.0, all.1), (behind.0, behind.1));
         let norm = |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
         let apart: Vec<f32> = all.2.iter().zip(&behind.2).map(|(a, b)| a - b).collect();
         let rounding = if parameters.dtype == DType::F32 { 1e-5 } else { 1e-2 };
         assert!(norm(&apart) < rounding * norm(&all.2), "{} of {}", norm(&apart), norm(&all.2));
         for recompute in Recompute::ALL {
-            assert_eq!(run(recompute, window, 3), behind, "{kind:?}, {recompute:?}");
+            assert_eq!(run(recompute, unchanged, 3), behind, "{kind:?}, {recompute:?}");
         }
     }
 }
@@ -249,9 +263,9 @@ fn gates_evict_nothing_at_first_and_nothing_inside_the_window() {
     let (none, all) = (kl_of(0.0), kl_of(1.0));
     assert_eq!((none.kl, none.evicted, all.evicted), (0.0, 0.0, 1.0));
     assert!(all.kl > 0.0);
-    // A model whose own window is as long has nothing behind it.
+    // A model whose own window is as long, with the query's own token in it, has nothing behind it.
     let mut windowed = parameters.config.clone();
-    windowed.windows.iter_mut().for_each(|window| *window = Some(WINDOW));
+    windowed.windows.iter_mut().for_each(|window| *window = Some(WINDOW + 1));
     let windowed = Parameters::all_frozen(&windowed, DType::F32);
     let extents = Extents { parameters: &windowed, ..extents };
     let mut network = gated(&arena, &cpu, extents, Recompute::None);
@@ -297,13 +311,14 @@ fn a_public_checkpoint_evicts_what_its_own_code_evicts() {
     }
 
     let parameters = Parameters::all_frozen(&config, DType::F32);
-    // The query's own token and six behind it.
+    // Six tokens behind the query's own.
     let window = scorer.protect(usize::MAX).window;
-    assert_eq!(window, 7);
+    assert_eq!(window, 6);
     let extents = Extents { parameters: &parameters, batch: 1, len: tokens.len(), skipped: 0 };
     let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
     let weights = Frozen::open(Path::new(FOLDER), &parameters, &arena).unwrap();
-    let mut gates = Gates::new(&arena, &extents, Fate::Dropped { window, by: DecidedBy::Next }).unwrap();
+    let design = Design { fate: Fate::Dropped { window, by: DecidedBy::Next }, inner: None };
+    let mut gates = Gates::new(&arena, &extents, design).unwrap();
     for layer in 0..layers {
         let none = gate(layer, None);
         for (head, none) in none.iter().enumerate() {

@@ -73,6 +73,22 @@ int failures(Cache &cache) {
         for (int slot = 0; slot < cache.lens[list]; slot++)
             failed += differs("attention", list, slot, cache.attention[list * cache.stride + slot], attention[list][slot] + 0.5, 1e-6);
 
+    // The last tokens' gates, and then those of the tokens before them.
+    const int shortest = *std::min_element(cache.lens.begin(), cache.lens.end());
+    for (int later : {0, 1}) {
+        const int gated = std::min(2, shortest);
+        std::vector<float> gates(size_t(gated) * count);
+        for (float &gate : gates) gate = cache.normal();
+        if (gated) machine::launch({1, unsigned(count), 1}, 256, 0, [&] { place_gates(cache.lists, {gates.data(), gated, later}); });
+        for (int list = 0; list < count; list++)
+            for (int token = 0; token < gated; token++) {
+                const int slot = cache.lens[list] - gated + token - later;
+                if (slot < 0) continue;
+                const float found = cache.attention[list * cache.stride + slot], gate = gates[size_t(token) * count + list];
+                if (found != gate) failed += wrong("gates", list, slot, found, gate);
+            }
+    }
+
     // Tokens 1 to 3 of the heads behind the first one, to the same places of a shorter tensor.
     std::vector<Element> taken(size_t(count) * 4 * HEAD_DIM);
     if (count > 1) machine::launch({1, unsigned(count - 1), 1}, 128, 0, [&] { take_tokens({k.data(), taken.data(), 1, length, 1, 3, 1, 4, 1, 0}); });

@@ -89,7 +89,7 @@ struct Cache {
     }
     void tie() {
         lists.pages = {addresses.data(), pages.data(), lens.data(), int(slabs.size()), SLAB_PAGES, SHIFT, page_tokens, width(), 0};
-        lists.positions = positions.data(), lists.origins = origins.data(), lists.attention = attention.data(), lists.heads = heads, lists.stride = stride;
+        lists.positions = positions.data(), lists.origins = origins.data(), lists.carried = attention.data(), lists.heads = heads, lists.stride = stride;
     }
     double key(int list, int slot, int d) const { return plainly::decode(KeyFormat{}, wanted(list, slot, 0), d); }
     double value(int list, int slot, int d) const { return plainly::decode(ValueFormat{}, wanted(list, slot, 1), d); }

@@ -418,6 +418,7 @@ inline void read_fragment(const float *fragment, int lane, float (&x)[4]) {
     for (int i = 0; i < 4; i++) x[i] = fragment[32 * i + lane];
 }
 inline float square_root(float x) { return sqrtf(x); }
+inline float error_function(float x) { return erff(x); }
 inline u32 float_to_bits(float x) {
     u32 bits;
     memcpy(&bits, &x, 4);

@@ -117,6 +117,7 @@ int failures(Cache &cache) {
     failed += each("gelu", cache, y, count, 1, 0, gate_gelu, [](double x, double y) {
         return 0.5 * x * (1 + std::tanh(std::sqrt(2 / 3.141592653589793) * (x + 0.044715 * x * x * x))) * y;
     });
+    failed += each("gelu of gates", cache, y, count, 1, 0, gelu_each, [](double x, double) { return 0.5 * x * (1 + std::erf(x / std::sqrt(2))); });
     failed += each("cap", cache, y, count, 1, 7, cap_each, [](double x, double) { return 7 * std::tanh(x / 7); });
 
     std::vector<Element> narrowed(count);
