@@ -14,12 +14,16 @@ configuration, build and kind of machine, no cell in common) are one section; th
 into --out. Of a run that processes share it shows how far each of them is.\n\n\
 Two runs that have cells in common are compared, the second with the first: what differs between their machines and \
 programs, and each cell whose time, memory, drift or score changed beyond noise (* marks which). A time has changed when the \
-95% intervals of the medians do not meet and the medians differ by more than 5%; with --check a change is exit status 1.\n\n\
+95% intervals of the medians do not meet and the medians differ by more than 5%; with --check a change is exit status 1. \
+It is in comparison.md too.\n\n\
 Examples:
   kvsieve report results/quickstart/20260101T120000Z-0a1b2c3d-1234567
   kvsieve report results/quickstart/* --out comparison
   kvsieve report before after --out comparison --check
   kvsieve report results/eviction-catalogue/* --per-head";
+
+/// What two runs of the same cells have that differs, in the folder of their report.
+const COMPARISON: &str = "comparison.md";
 
 /// Draw the figures and the page of runs again, from their records
 #[derive(clap::Args)]
@@ -54,7 +58,15 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
     let drawn = write(out, &runs, detail)?;
     let progress: String = runs.iter().filter_map(progress).collect();
-    let versus = compared.as_ref().map_or(String::new(), |versus| format!("{}\n", versus.text));
+    let versus = match &compared {
+        Some(versus) => {
+            let path = out.join(COMPARISON);
+            std::fs::write(&path, &versus.text)
+                .map_err(|error| Failure::work(format!("cannot write '{}': {error}", path.display())))?;
+            format!("{}\n", versus.text)
+        }
+        None => String::new(),
+    };
     output::print(&format!("{progress}{versus}{} figures\nreport: {}\n", drawn.figures.len(), drawn.html.display()))?;
     match compared.filter(|versus| args.check && versus.changed > 0) {
         Some(Versus { common, changed, .. }) => {

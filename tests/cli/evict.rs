@@ -21,6 +21,8 @@ struct Spec {
 const Q: [usize; 4] = [2, 4, 33, 16];
 const KV: [usize; 4] = [2, 2, 70, 16];
 const FUTURE: [usize; 4] = [2, 4, 5, 16];
+/// Gates that were trained in a model.
+const GATES: &str = concat!("dms:gates=", env!("CARGO_MANIFEST_DIR"), "/models/dms/builtin-4x.safetensors");
 
 /// `q`, `k`, `v` and `q_future`, noise.
 fn problem(dtype: DType) -> Vec<Spec> {
@@ -392,10 +394,12 @@ fn wrong_options_are_named_in_one_line() {
         (
             &["--device", "cuda", "--policy", "cur"],
             2,
-            "policy 'cur': no kernel for it on CUDA yet; there are streaming-llm, knorm, keydiff, h2o",
+            "policy 'cur': no kernel for it on CUDA yet; there are streaming-llm, knorm, keydiff, h2o, observed-attention, snapkv, \
+             tova, scissorhands, max-attention; or use --device cpu",
         ),
         (&["--device", "cuda", "--policy", "knorm+merge"], 2, "evicted tokens are only dropped on CUDA"),
         (&["--device", "cuda", "--policy", "knorm+duo"], 2, "on CUDA budgets are divided by lengths or scores"),
+        (&["--device", "cuda", "--policy", GATES], 2, "gates of hidden states are worked out in models on CUDA"),
         (&["--device", "cuda:x"], 2, "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["--device", "tpu"], 2, "unknown device 'tpu'; use cpu or cuda[:N]"),
         (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),

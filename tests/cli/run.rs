@@ -313,7 +313,8 @@ fn two_runs_of_the_same_cells_are_compared() {
     let folder = |out: &str| format!("{out}/x/{}", names(&desk.path(&format!("{out}/x"))).first().unwrap());
     let (before, after) = (folder("before"), folder("after"));
     let shown = desk.works(&["report", &before, &after, "--out", "both"]);
-    assert!(shown.contains("3 cells in both"), "{shown}");
+    let kept = fs::read_to_string(desk.path("both/comparison.md")).unwrap();
+    assert!(kept.contains("3 cells in both") && shown.contains(&kept), "{shown}");
     let path = desk.path(&after).join("cells.jsonl");
     let mut changed = records(&cells(&desk.path(&after)));
     for record in &mut changed {

@@ -140,7 +140,7 @@ impl Policy {
                 "gates of hidden states are worked out in models on CUDA, not for tensors; use --device cpu".into();
             return Err(PolicyError::Combination { policy: name.into(), reason });
         }
-        self.check_device_in_model(name)
+        self.check_form(name, |policy| !policy.looks_at(Statistic::HiddenStates))
     }
 
     /// The same of a model at work there.
@@ -148,16 +148,22 @@ impl Policy {
     /// # Errors
     /// As [`Policy::check_device`].
     pub fn check_device_in_model(&self, name: &str) -> Result<(), PolicyError> {
+        self.check_form(name, |_| true)
+    }
+
+    /// The same; policies that `fit` are told where this one has no form.
+    fn check_form(&self, name: &str, fit: impl Fn(&Policy) -> bool) -> Result<(), PolicyError> {
         let refuse = |reason: String| Err(PolicyError::Combination { policy: name.into(), reason });
         let has_scoring_plan =
             |policy: &Policy| policy.scorer.as_ref().is_some_and(|scorer| scorer.scoring_plan().is_some());
         if self.selection.is_some() || (self.scorer.is_some() && !has_scoring_plan(self)) {
             let registry = Registry::default();
+            let can_evict = |policy: &Policy| has_scoring_plan(policy) && policy.action.is_none() && fit(policy);
             let can = registry
                 .entries()
                 .iter()
                 .map(|entry| entry.name)
-                .filter(|name| registry.policy(name).is_ok_and(|policy| has_scoring_plan(&policy)));
+                .filter(|name| registry.policy(name).is_ok_and(|policy| can_evict(&policy)));
             let can: Vec<&str> = can.collect();
             return refuse(format!("no kernel for it on CUDA yet; there are {}; or use --device cpu", can.join(", ")));
         }
