@@ -24,6 +24,22 @@ use std::ops::Range;
 /// Fewest elements of an inner layer that are worth a task of their own.
 const LEAST_ELEMENTS: usize = 4096;
 
+/// Most elements of an inner layer.
+const MOST_INNER: usize = 1 << 16;
+
+/// Refuses an inner layer that no one means.
+///
+/// # Errors
+/// Says how many elements it may have.
+pub(super) fn check_inner(inner: Option<usize>) -> Result<(), String> {
+    match inner {
+        Some(inner) if !(1..=MOST_INNER).contains(&inner) => {
+            Err(format!("an inner layer of {inner} elements; give 1 to {MOST_INNER}, or none for a linear function"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Extents of the functions of a model.
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {

@@ -15,6 +15,7 @@ use self::mlp::Mlp;
 use self::samples::Samples;
 use super::checkpoint::{self, Array, Progress};
 use super::export;
+use super::gate_functions;
 use super::log::{Line, Log};
 use super::ridge::{Linear, Moments};
 use super::run::{Options, RECORD, TrainError};
@@ -41,8 +42,6 @@ pub const POLICY: &str = "policy.safetensors";
 const TEACHER: &str = "kvzip-plus";
 /// Penalty of a squared weight, that of the authors' code.
 const RIDGE: f64 = 1.0;
-/// Most elements of an inner layer.
-const MOST_INNER: usize = 1 << 16;
 /// Sequences that are held out, and from one checkpoint to the next.
 const JUDGED: u64 = 8;
 const SAVE_STEPS: usize = 20;
@@ -192,11 +191,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             "{steps} sequences of {length} tokens; give at least 1, of 16 tokens to what the model can read and repeat"
         )));
     }
-    if let Some(inner) = settings.inner.filter(|inner| !(1..=MOST_INNER).contains(inner)) {
-        return Err(misfit(format!(
-            "an inner layer of {inner} elements; give 1 to {MOST_INNER}, or none for a linear function"
-        )));
-    }
+    gate_functions::check_inner(settings.inner).map_err(misfit)?;
     let vocabulary = Vocabulary::of_folder(&path, config)?;
     let source = TextSource::open(&settings.text, &vocabulary, length, seed).map_err(misfit)?;
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;

@@ -111,7 +111,7 @@ fn gates_with_an_inner_layer_are_trained_and_at_work_in_their_model() {
     eval(&whole.join(dms::POLICY)).success();
     let mut command = kvsieve();
     command.args(["train", "--method", "dms", "--model", "builtin", "--inner", "0", "--out"]).arg(folder.path());
-    command.assert().failure().code(2).stderr(contains("the inner layer has 0 elements"));
+    command.assert().failure().code(2).stderr(contains("an inner layer of 0 elements; give 1 to 65536"));
 }
 
 #[test]

@@ -4,6 +4,7 @@ use crate::model::Config;
 use crate::policy::DecidedBy;
 use crate::tensor::DType;
 use crate::train::adamw::Constants;
+use crate::train::gate_functions::check_inner;
 use crate::train::gates::{Design, Fate};
 use crate::train::lora::Asked;
 use serde::{Deserialize, Serialize};
@@ -93,9 +94,7 @@ impl Settings {
                 length.saturating_sub(2)
             ));
         }
-        if self.inner == Some(0) {
-            return Err("the inner layer has 0 elements; it must have at least 1, or is left out".into());
-        }
+        check_inner(self.inner)?;
         if self.accumulates && (window, self.decided_by) != (1, DecidedBy::Next) {
             return Err(format!(
                 "the window is {window} and {} decides; tokens are accumulated with a window of 1, and next decides",
