@@ -135,7 +135,8 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
     let digest = checkpoint::digest(&(settings, &base, checkpoint::of_text(settings.text.as_deref())));
     let weights = Frozen::open(&model, &parameters, &arena)?;
-    let gates = Gates::new(&arena, &extents, design)?;
+    let mut gates = Gates::new(&arena, &extents, design)?;
+    gates.draw(settings.seed);
     let mut network = Network::new(&arena, cpu, extents, recompute)?.with_gates(&arena, gates)?;
     let mut averages = vec![AdamW::new(&arena, Gates::count(&config, design))?];
     if let Some(layout) = layout {
@@ -159,10 +160,6 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
     if checkpoint::is_done(folder, &progress, end) {
         return Ok(());
-    }
-    if settings.inner.is_some() && progress.step == 0 {
-        let tokens = source.tokens(cpu, progress.sequences, extents)?;
-        network.distil(weights.all(), &tokens, Mode::Drawn { seed: settings.seed }, None)?;
     }
     while progress.step < end {
         let (step, began) = (progress.step, Instant::now());

@@ -1,14 +1,13 @@
 //! The functions of gates: for each layer one of the normed input of attention `n`, linear, `W n + b`, or with an inner layer and GELU,
-//! `W gelu(U n + c) + b`, as [`crate::policy::network::Network`] computes it at inference. `W` and `b` begin at 0, so that gates say nothing
-//! at first, and the inner layer as a draw whose sums have mean 0 and variance 2 over the tokens of a batch (the variance of He et al., arXiv
-//! 1502.01852): elements of `n` that are hundreds of times the others would else be all that it sees. Its rows are computed again in the
-//! backward pass, and not kept.
+//! `W gelu(U n + c) + b`, as [`crate::policy::network::Network`] computes it at inference. `W`, `b` and `c` begin at 0, so that gates say
+//! nothing at first, and `U` as a draw of variance `2 / hidden` (He et al., arXiv 1502.01852). It is drawn for `n` as it is, in which some
+//! elements are many times the others: brought to one size first, tokens were told apart worse (docs/dms.md). The inner layer's rows are
+//! computed again in the backward pass, and not kept.
 
 use super::activations::Extents;
 use super::holder::UnitGradients;
 use super::linear::Linear;
 use super::parameters::{Group, Parameter};
-use super::standard::Standard;
 use super::weights::Weights;
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
@@ -137,19 +136,12 @@ impl Functions {
         Ok((Functions { sizes, layers, between }, parameters))
     }
 
-    /// Draws the inner layer of a layer, if there is one, by the mean and deviation of each element of `n` `[rows, hidden]`.
-    pub fn draw(&self, layer: usize, weights: &mut [f32], n: &[f32], seed: u64) {
-        let Sizes { hidden, inner: Some(inner), .. } = self.sizes else { return };
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        rng.set_stream(layer as u64);
-        let normal = Normal::new(0.0, (2.0 / hidden as f32).sqrt()).expect("a deviation above 0");
-        let (of_n, [_, _, u, c]) = (Standard::of(n, hidden), self.sizes.ranges());
-        let [u, c] = weights.get_disjoint_mut([u, c]).expect("they lie one behind another");
-        let u = u[layer * inner * hidden..][..inner * hidden].chunks_exact_mut(hidden);
-        for (u, c) in u.zip(&mut c[layer * inner..][..inner]) {
-            u.iter_mut().for_each(|u| *u = normal.sample(&mut rng));
-            of_n.fold(u, c);
-        }
+    /// Draws the inner layers.
+    pub fn draw(&self, weights: &mut [f32], seed: u64) {
+        let (mut rng, hidden) = (ChaCha8Rng::seed_from_u64(seed), self.sizes.hidden as f32);
+        let normal = Normal::new(0.0, (2.0 / hidden).sqrt()).expect("a deviation above 0");
+        let [_, _, inner, _] = self.sizes.ranges();
+        weights[inner].iter_mut().for_each(|weight| *weight = normal.sample(&mut rng));
     }
 
     /// Extents.

@@ -52,11 +52,6 @@ pub enum Mode {
     },
     /// As at inference.
     Hard,
-    /// The same of gates as they begin, whose inner layers are drawn from a seed, by what the batch's tokens are.
-    Drawn {
-        /// The seed.
-        seed: u64,
-    },
 }
 
 /// What becomes of tokens that go.
@@ -201,6 +196,11 @@ impl Gates {
         })
     }
 
+    /// Draws the inner layers, where there are some.
+    pub fn draw(&mut self, seed: u64) {
+        self.functions.draw(&mut self.weights, seed);
+    }
+
     /// Bytes that [`Gates::new`] takes, and [`super::Network::with_gates`]: the gradient by the bias, and the dense model's outputs
     /// of attention.
     pub fn bytes(extents: &Extents<'_>, design: Design) -> LabelBytes {
@@ -236,9 +236,6 @@ impl Gates {
     pub(super) fn decide(&mut self, layer: usize, cpu: &Cpu, n: &[f32], scratch: &mut [f32]) {
         if self.is_dense() {
             return;
-        }
-        if let Mode::Drawn { seed } = self.mode {
-            self.functions.draw(layer, &mut self.weights, n, seed);
         }
         self.functions.forward(layer, cpu, &self.weights, n, &mut self.outputs, scratch);
         let mut rng = match self.mode {

@@ -43,7 +43,6 @@ pub mod recipe;
 mod ridge;
 pub mod run;
 mod sensitivity;
-mod standard;
 pub mod steps;
 pub mod tensor_parallel;
 mod text;

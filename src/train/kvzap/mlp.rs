@@ -11,7 +11,6 @@ use crate::device::simd::Isa;
 use crate::memory::{Arena, ArenaError, Label};
 use crate::policy::network::{gelu, gelu_slope};
 use crate::train::adamw::{Constants, Update};
-use crate::train::standard::Standard;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -52,6 +51,37 @@ impl Layout {
             end += len;
             end - len..end
         })
+    }
+}
+
+/// Means and deviations of columns.
+struct Standard {
+    mean: Vec<f32>,
+    deviation: Vec<f32>,
+}
+
+impl Standard {
+    fn of(rows: &[f32], columns: usize) -> Self {
+        let count = (rows.len() / columns).max(1) as f64;
+        let mut sums = vec![[0.0; 2]; columns];
+        for row in rows.chunks_exact(columns) {
+            for ([sum, square], &x) in sums.iter_mut().zip(row) {
+                *sum += f64::from(x);
+                *square += f64::from(x) * f64::from(x);
+            }
+        }
+        let mean = |[sum, _]: &[f64; 2]| sum / count;
+        let variance = |sums: &[f64; 2]| (sums[1] / count - mean(sums).powi(2)).max(1e-12);
+        Standard {
+            mean: sums.iter().map(|sums| mean(sums) as f32).collect(),
+            deviation: sums.iter().map(|sums| variance(sums).sqrt() as f32).collect(),
+        }
+    }
+
+    fn apply(&self, rows: &mut [f32]) {
+        for row in rows.chunks_exact_mut(self.mean.len()) {
+            row.iter_mut().zip(self.mean.iter().zip(&self.deviation)).for_each(|(x, (mean, by))| *x = (*x - mean) / by);
+        }
     }
 }
 
@@ -193,7 +223,12 @@ fn slope(layout: Layout, weights: &[f32], [x, y]: [&[f32]; 2], gradient: &mut [f
 fn folded(layout: Layout, mut weights: Vec<f32>, of_inputs: &Standard, of_targets: &Standard) -> Mlp {
     let ([inputs, inner, _], [u, c, w, b]) = (layout.0, layout.ranges());
     let [u, c, w, b] = weights.get_disjoint_mut([u, c, w, b]).expect("they lie one behind another");
-    u.chunks_exact_mut(inputs).zip(c).for_each(|(row, c)| of_inputs.fold(row, c));
+    for (row, c) in u.chunks_exact_mut(inputs).zip(c) {
+        for (u, (mean, by)) in row.iter_mut().zip(of_inputs.mean.iter().zip(&of_inputs.deviation)) {
+            *u /= by;
+            *c -= *u * mean;
+        }
+    }
     let heads = w.chunks_exact_mut(inner).zip(b).zip(of_targets.mean.iter().zip(&of_targets.deviation));
     for ((row, b), (mean, by)) in heads {
         row.iter_mut().for_each(|w| *w *= by);
