@@ -1,8 +1,7 @@
 //! The functions of gates: for each layer one of the normed input of attention `n`, linear, `W n + b`, or with an inner layer and GELU,
 //! `W gelu(U n + c) + b`, as [`crate::policy::network::Network`] computes it at inference. `W`, `b` and `c` begin at 0, so that gates say
-//! nothing at first, and `U` as a draw of variance `2 / hidden` (He et al., arXiv 1502.01852). It is drawn for `n` as it is, in which some
-//! elements are many times the others: brought to one size first, tokens were told apart worse (docs/dms.md). The inner layer's rows are
-//! computed again in the backward pass, and not kept.
+//! nothing at first, and `U` as a draw of variance `2 / hidden` (He et al., arXiv 1502.01852). The inner layer's rows are computed again in
+//! the backward pass, and not kept.
 
 use super::activations::Extents;
 use super::holder::UnitGradients;
