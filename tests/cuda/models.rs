@@ -217,10 +217,15 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
 #[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
 fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
     let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(Some(1)).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let gates = folder.path().join("gates.safetensors");
+    write_gates(&gates, &Config::read(&checkpoint("llama").folder).unwrap(), "gate", None, "itself");
+    let weighed = format!("gate:gates={}+vnorm", gates.display());
     let cases = [
         ("gemma2", "knorm", "'knorm': in a model with sliding windows nothing is evicted on CUDA yet"),
         ("llama", "qfilters", "no kernel for it on CUDA yet"),
         ("llama", "knorm+merge", "evicted tokens are only dropped on CUDA"),
+        ("llama", &weighed, "are read on CUDA by the network of a scorer's gates alone"),
     ];
     for (name, text, reason) in cases {
         let model = Model::open(&checkpoint(name).folder, &Arena::unlimited()).unwrap();

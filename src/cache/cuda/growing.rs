@@ -124,7 +124,7 @@ impl DeviceCache {
         width: usize,
     ) -> Result<(), CudaError> {
         let longest = self.lens[lists.clone()].iter().copied().max().unwrap_or(0);
-        if self.carried.is_none() || width < longest {
+        if !self.shape.columns.contains(&Column::Attention) || width < longest {
             return Err(CudaError::Operand(
                 "a cache that keeps no attention, or columns shorter than its lists".into(),
             ));

@@ -249,7 +249,7 @@ impl DeviceCache {
     /// # Errors
     /// [`CudaError::Operand`] when the cache does not keep attention, and as [`Runtime::module`].
     pub fn add_attention(&mut self, runtime: &Runtime, columns: &DeviceBuffer, width: usize) -> Result<u64, CudaError> {
-        if self.carried.is_none() || width < self.max_len() {
+        if !self.shape.columns.contains(&Column::Attention) || width < self.max_len() {
             return Err(CudaError::Operand(
                 "a cache that keeps no attention, or columns shorter than its lists".into(),
             ));

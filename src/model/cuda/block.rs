@@ -100,7 +100,8 @@ impl DeviceDecoder<'_> {
         let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
         self.cache.place(self.of.runtime, lists.clone(), [k_heads, v_heads], count, self.seen)?;
         if let Some(evictor) = &mut self.evictor {
-            evictor.gate(&Place { runtime: self.of.runtime, layers, cache: &self.cache, layer, count }, normed)?;
+            let place = Place { runtime: self.of.runtime, layers, cache: &self.cache, layer, count };
+            evictor.gate(&place, normed, narrowed)?;
         }
         if self.evictor.as_ref().is_some_and(|evictor| evictor.rotates()) {
             self.cache.turn_newest(self.of.runtime, lists.clone(), count)?;

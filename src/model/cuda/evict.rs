@@ -82,14 +82,19 @@ impl<'a> DeviceEvictor<'a> {
         self.rotates
     }
 
-    /// Begins to give the `place`'s newest tokens, which are in their lists, their gates of the hidden states `[count, hidden]`.
+    /// Begins to give the `place`'s newest tokens, which are in their lists, their gates, as [`DeviceGates::begin`].
     ///
     /// # Errors
     /// As [`Runtime::module`].
-    pub fn gate(&mut self, place: &Place<'_>, hidden: &DeviceBuffer) -> Result<(), CudaError> {
+    pub fn gate(
+        &mut self,
+        place: &Place<'_>,
+        hidden: &DeviceBuffer,
+        narrowed: &mut DeviceBuffer,
+    ) -> Result<(), CudaError> {
         let is_open = self.is_open();
         let Some(gates) = self.gates.as_mut().filter(|_| is_open) else { return Ok(()) };
-        gates.begin(place, hidden)
+        gates.begin(place, hidden, narrowed)
     }
 
     /// Begins to look at the attention of a layer: `count` queries `[Hq, count, D]` and their log-sum-exps.

@@ -27,8 +27,6 @@ pub(super) struct DeviceGates {
     between: DeviceBuffer,
     /// `[rows, Hkv]`.
     gates: DeviceBuffer,
-    /// Factors are f32, which nothing is narrowed for.
-    narrowed: DeviceBuffer,
     /// Tokens between the one that decides and the one that is decided on.
     later: usize,
 }
@@ -74,18 +72,23 @@ impl DeviceGates {
             inner,
             between: room(rows * width)?,
             gates: room(rows * config.kv_heads)?,
-            narrowed: room(0)?,
             later: policy.decided_by.later(),
         }))
     }
 
-    /// Begins to work out the gates of the tokens of a `place`, which are in their lists, from hidden states `[count, hidden]`.
+    /// Begins to work out the gates of the tokens of a `place`, which are in their lists, from hidden states `[count, hidden]`;
+    /// `narrowed` is what [`Layers::linear`] takes.
     ///
     /// # Errors
     /// As [`Runtime::module`].
-    pub fn begin(&mut self, place: &Place<'_>, hidden: &DeviceBuffer) -> Result<(), CudaError> {
+    pub fn begin(
+        &mut self,
+        place: &Place<'_>,
+        hidden: &DeviceBuffer,
+        narrowed: &mut DeviceBuffer,
+    ) -> Result<(), CudaError> {
         let Place { runtime, layers, cache, layer, count } = *place;
-        let DeviceGates { outer, inner, between, gates, narrowed, later } = self;
+        let DeviceGates { outer, inner, between, gates, later } = self;
         let x = match inner.get(layer) {
             Some(inner) => {
                 layers.linear(hidden, [(inner, &mut *between)], count, narrowed)?;

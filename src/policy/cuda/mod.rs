@@ -168,8 +168,9 @@ impl Policy {
             return refuse(format!("no kernel for it on CUDA yet; there are {}; or use --device cpu", can.join(", ")));
         }
         let network = self.scorer.as_ref().and_then(|scorer| scorer.network());
-        if !self.parameters.is_empty() && network.is_none() {
-            return refuse("parameters of a policy file are not read on CUDA; use --device cpu".into());
+        if network.is_none() && (!self.parameters.is_empty() || self.looks_at(Statistic::HiddenStates)) {
+            let why = "a policy file and hidden states are read on CUDA by the network of a scorer's gates alone";
+            return refuse(format!("{why}; use --device cpu"));
         }
         if self.action.is_some() {
             return refuse("evicted tokens are only dropped on CUDA; leave the action out, or use --device cpu".into());
