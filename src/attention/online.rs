@@ -139,16 +139,7 @@ impl Running {
         }
         let max = simd.largest(simd.max(largest[0], largest[1])) * logits.factor;
         self.raise(simd, max, output);
-        // Not one multiply-add: the largest must become exactly 1, so that a single key returns its value.
-        let (factor, max) = (simd.splat(logits.factor), simd.splat(self.max));
-        let mut sums = [simd.splat(0.0); 2];
-        for at in (0..row.len()).step_by(2 * S::LANES) {
-            let low = math::exp2(simd, simd.sub(simd.mul(simd.read(&row[at..]), factor), max));
-            let high = math::exp2(simd, simd.sub(simd.mul(simd.read(&row[at + S::LANES..]), factor), max));
-            sums = [simd.add(sums[0], low), simd.add(sums[1], high)];
-            U::put(simd, bytemuck::cast_slice_mut(&mut row[at / U::DEPTH..]), low, high);
-        }
-        self.sum += simd.sum(simd.add(sums[0], sums[1]));
+        self.sum += math::weights::<S, U>(simd, row, logits.factor, self.max);
     }
 
     /// Normalises `output` and returns the natural log-sum-exp; zeros and `-inf` if nothing was seen.

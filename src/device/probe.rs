@@ -12,6 +12,8 @@ use std::time::Instant;
 /// Independent accumulators: enough to hide the latency of two pipes, and with both operands no more than the 16 registers of AVX2.
 const CHAINS: usize = 12;
 const STEPS: usize = 1_000_000;
+/// Operations of a matrix unit's instruction, in those of a vector's dot products.
+const TILE_WORK: usize = 16;
 const RUNS: usize = 5;
 /// The same for a first look, of some 20 microseconds a run.
 const FEW_STEPS: usize = 5_000;
@@ -104,14 +106,15 @@ fn multiply_adds<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
     (steps * CHAINS * S::LANES * U::DEPTH * 2) as f64
 }
 
-/// As many operations as so many steps of [`multiply_adds`], or a few more, in products of operands that stay in the first-level cache.
+/// As long as so many steps of [`multiply_adds`] or longer, which is [`TILE_WORK`] times their operations, in products of operands
+/// that stay in the first-level cache: with fewer, the time would be that of making room for these.
 #[inline(always)]
 fn tile_products<S: Simd, U: Unit<S>>(simd: S, steps: usize) -> f64 {
-    const EXTENTS: Extents = Extents { rows: 48, columns: 32, steps: 128 };
+    const EXTENTS: Extents = Extents { rows: 48, columns: 32, steps: 64 };
     let (a, b) = (vec![U::zeroed(); EXTENTS.rows * EXTENTS.steps], vec![U::zeroed(); EXTENTS.steps * EXTENTS.columns]);
     let mut c = vec![0.0; EXTENTS.rows * EXTENTS.columns];
     let operations = 2 * U::DEPTH * EXTENTS.rows * EXTENTS.columns * EXTENTS.steps;
-    let products = (steps * CHAINS * S::LANES * U::DEPTH * 2).div_ceil(operations);
+    let products = (TILE_WORK * steps * CHAINS * S::LANES * U::DEPTH * 2).div_ceil(operations);
     for _ in 0..products {
         let a = Left { units: black_box(&*a), row_stride: EXTENTS.steps, step_stride: 1 };
         let b = Right { units: &b, stride: EXTENTS.columns };

@@ -174,8 +174,10 @@ fn block<S: Simd, U: Packed<S>>(simd: S, work: Block<'_, '_, '_>) {
                 state.absorb::<S, U>(simd, &logits, &mut row[..to - from], seen, far, o);
             }
             let to = to.min(end - start);
-            for chain in (from..to).step_by(CHAIN) {
-                let extents = Extents { columns, steps: CHAIN.min(to - chain).div_ceil(U::DEPTH), ..extents };
+            // A matrix unit adds each product to the output itself: shorter sums would round no less.
+            let longest = if U::has_tiles(simd) { to - from } else { CHAIN };
+            for chain in (from..to).step_by(longest) {
+                let extents = Extents { columns, steps: longest.min(to - chain).div_ceil(U::DEPTH), ..extents };
                 let weights = bytemuck::cast_slice(&scores[(chain - from) / U::DEPTH..]);
                 let weights = Left { units: weights, row_stride: keys, step_stride: 1 };
                 let values = Right { units: &v[chain / U::DEPTH * columns..], stride: columns };

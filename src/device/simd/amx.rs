@@ -131,7 +131,7 @@ macro_rules! from {
     ($pointer:ty) => {
         impl<T> Matrix<$pointer> {
             /// From a row and a column on.
-            fn from(self, row: usize, column: usize) -> Self {
+            pub fn from(self, row: usize, column: usize) -> Self {
                 Matrix { at: self.at.wrapping_byte_add(row * self.row_bytes + column * UNIT_BYTES), ..self }
             }
         }

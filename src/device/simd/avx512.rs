@@ -375,18 +375,39 @@ impl Native for Avx512<true> {
 pub struct Bf16Pair(u32);
 
 impl Bf16Pair {
-    /// Pairs of an element of each of two rows of 16.
+    /// Pairs of an element of each of two rows, as many as are whole vectors of 16; returns how many.
     #[inline(always)]
-    pub fn interleave(_: Avx512<true>, even: &[bf16], odd: &[bf16], to: &mut [Self]) {
-        assert!(even.len() >= 16 && odd.len() >= 16 && to.len() >= 16);
-        // SAFETY: the assertion above.
+    pub fn interleave(_: Avx512<true>, even: &[bf16], odd: &[bf16], to: &mut [Self]) -> usize {
+        const LOW: [u16; 32] = interleaved(0);
+        const HIGH: [u16; 32] = interleaved(16);
+        let count = even.len().min(odd.len()).min(to.len()) / 16 * 16;
+        // SAFETY: every access is below `count`, but for the masked ones of a last half, which touch 16 elements.
         unsafe {
-            let even = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even.as_ptr().cast()));
-            let odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256(odd.as_ptr().cast()));
-            let pairs = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
-            _mm512_storeu_si512(to.as_mut_ptr().cast(), pairs);
+            let (low, high) = (_mm512_loadu_si512(LOW.as_ptr().cast()), _mm512_loadu_si512(HIGH.as_ptr().cast()));
+            for at in (0..count).step_by(32) {
+                let mask = if count - at < 32 { 0xffff } else { u32::MAX };
+                let even = _mm512_maskz_loadu_epi16(mask, even.as_ptr().add(at).cast());
+                let odd = _mm512_maskz_loadu_epi16(mask, odd.as_ptr().add(at).cast());
+                let to = to.as_mut_ptr().add(at);
+                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(even, low, odd));
+                if count - at >= 32 {
+                    _mm512_storeu_si512(to.add(16).cast(), _mm512_permutex2var_epi16(even, high, odd));
+                }
+            }
         }
+        count
     }
+}
+
+/// Which elements of two vectors of 32 become 16 pairs, from element `first` of each on.
+const fn interleaved(first: u16) -> [u16; 32] {
+    let mut from = [0; 32];
+    let mut at = 0;
+    while at < 32 {
+        from[at as usize] = first + at / 2 + 32 * (at % 2);
+        at += 1;
+    }
+    from
 }
 
 impl Unit<Avx512<true>> for Bf16Pair {
@@ -453,14 +474,75 @@ impl Unit<Avx512<true>> for Bf16Pair {
         c_stride: usize,
         add: bool,
     ) -> bool {
-        if !simd.tiles || a.step_stride != 1 {
+        if !simd.tiles || (a.step_stride != 1 && a.row_stride != 1) {
             return false;
         }
         let matrix = |at, stride: usize| amx::Matrix { at, row_bytes: 4 * stride };
-        let (a, b) = (matrix(a.units.as_ptr(), a.row_stride), matrix(b.units.as_ptr(), b.stride));
+        let b = matrix(b.units.as_ptr(), b.stride);
         let c = amx::Matrix { at: c.as_mut_ptr(), row_bytes: 4 * c_stride };
         // SAFETY: the caller's promise; with `tiles` those of this thread are configured.
-        unsafe { amx::product(extents, a, b, c, add) };
+        unsafe {
+            match a.step_stride {
+                1 => amx::product(extents, matrix(a.units.as_ptr(), a.row_stride), b, c, add),
+                _ => product_across(simd, extents, (a.units.as_ptr(), a.step_stride), b, c, add),
+            }
+        }
         true
+    }
+}
+
+/// Where squares of `size` begin in `rows` x `columns`.
+#[inline(always)]
+fn squares(rows: usize, columns: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).step_by(size).flat_map(move |row| (0..columns).step_by(size).map(move |column| (row, column)))
+}
+
+/// A product whose left operand lies across its rows, neighbours in a column, `step_stride` from one column to the next: panels
+/// of it are turned into rows, as tiles are read.
+///
+/// # Safety
+/// As [`amx::product`], but for the order in which the units of `a` lie.
+#[inline(always)]
+unsafe fn product_across(
+    simd: Avx512<true>,
+    extents: Extents,
+    (a, step_stride): (*const Bf16Pair, usize),
+    b: amx::Matrix<*const Bf16Pair>,
+    c: amx::Matrix<*mut f32>,
+    add: bool,
+) {
+    /// A panel, small enough to stay in the first-level cache.
+    const ROWS: usize = 3 * amx::TILE;
+    const STEPS: usize = 4 * amx::TILE;
+    let mut panel = [Bf16Pair(0); ROWS * STEPS];
+    for step in (0..extents.steps).step_by(STEPS) {
+        for row in (0..extents.rows).step_by(ROWS) {
+            let (steps, rows) = (STEPS.min(extents.steps - step), ROWS.min(extents.rows - row));
+            for (down, along) in squares(rows, steps, 16) {
+                // SAFETY: the caller's promise: these rows and steps are there; a square lies inside the panel.
+                unsafe {
+                    let from = a.add((step + along) * step_stride + row + down);
+                    let to = panel.as_mut_ptr().add(down * STEPS + along);
+                    if down + 16 <= rows && along + 16 <= steps {
+                        simd.transpose(from.cast(), 4 * step_stride, to.cast(), STEPS);
+                        continue;
+                    }
+                    for (down, along) in squares(16.min(rows - down), 16.min(steps - along), 1) {
+                        *to.add(down * STEPS + along) = *from.add(along * step_stride + down);
+                    }
+                }
+            }
+            let of_panel = amx::Matrix { at: panel.as_ptr(), row_bytes: 4 * STEPS };
+            // SAFETY: the caller's promise.
+            unsafe {
+                amx::product(
+                    Extents { rows, steps, ..extents },
+                    of_panel,
+                    b.from(step, 0),
+                    c.from(row, 0),
+                    add || step > 0,
+                );
+            }
+        }
     }
 }

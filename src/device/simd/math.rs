@@ -1,6 +1,6 @@
 //! Exponentials of vectors, as polynomials.
 
-use super::{Simd, SimdOp};
+use super::{Simd, SimdOp, Unit};
 
 /// Coefficients of `2^f` on `[-0.5, 0.5]`, highest power first, of the least relative error (9.2e-8, a bit and a half
 /// of f32) among those that give exactly 1 at 0; found by iterated least squares.
@@ -56,6 +56,34 @@ pub fn map<S: Simd>(simd: S, row: &mut [f32], f: impl Fn(S::Vector) -> S::Vector
         simd.write(&mut lanes, result);
         tail.copy_from_slice(&lanes[..tail.len()]);
     }
+}
+
+/// Makes a row of products, a whole number of double vectors, weights `2^(row * factor - max)`, which it leaves at its start
+/// as units, and returns their sum before they were rounded.
+#[inline(always)]
+pub fn weights<S: Simd, U: Unit<S>>(simd: S, row: &mut [f32], factor: f32, max: f32) -> f32 {
+    let (factor, max, less) = (simd.splat(factor), simd.splat(max), simd.splat(-max));
+    let mut sums = [simd.splat(0.0); 2];
+    // Counted, and without bounds: what a turn does besides its exponentials keeps the next one's from beginning.
+    for at in (0..row.len() / (2 * S::LANES)).map(|pair| 2 * S::LANES * pair) {
+        // SAFETY: `at` begins a double vector of the row, and the units of it lie in the row before that, or in it.
+        let (low, high, to) = unsafe {
+            let from = row.as_mut_ptr().add(at);
+            let to = row.as_mut_ptr().add(at / U::DEPTH).cast::<U>();
+            let to = std::slice::from_raw_parts_mut(to, 2 * S::LANES / U::DEPTH);
+            (simd.load(from), simd.load(from.add(S::LANES)), to)
+        };
+        // Of f32 not one multiply-add: the largest must become exactly 1, so that a single key returns its value. Weights
+        // that are rounded to bf16 are that either way.
+        let (low, high) = match U::DEPTH {
+            1 => (simd.sub(simd.mul(low, factor), max), simd.sub(simd.mul(high, factor), max)),
+            _ => (simd.mul_add(low, factor, less), simd.mul_add(high, factor, less)),
+        };
+        let (low, high) = (exp2(simd, low), exp2(simd, high));
+        sums = [simd.add(sums[0], low), simd.add(sums[1], high)];
+        U::put(simd, to, low, high);
+    }
+    simd.sum(simd.add(sums[0], sums[1]))
 }
 
 /// `row *= factor`.

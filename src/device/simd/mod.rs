@@ -91,7 +91,7 @@ impl Isa {
 
     /// The fastest path of this machine. Dot products of bf16 are not fast on every processor that has them (on Intel's
     /// Emerald Rapids they have half the rate of multiply-adds in f32, on AMD's Zen 5 twice that rate): they are used
-    /// where they were measured to be worth it, once in a process, in less than a millisecond.
+    /// where they were measured to be worth it, once in a process, in about a millisecond.
     pub fn fastest() -> Isa {
         static FASTEST: LazyLock<Isa> = LazyLock::new(|| {
             let mut worth_it =

@@ -164,12 +164,7 @@ mod pairs {
             if let (Rows::Bf16(first), Some(Rows::Bf16(second))) = (even, odd)
                 && let (Some(first), Some(second)) = (first.row(0), second.row(0))
             {
-                for ((first, second), to) in
-                    first.chunks_exact(16).zip(second.chunks_exact(16)).zip(to.chunks_exact_mut(16))
-                {
-                    Self::interleave(simd, first, second, to);
-                    column += 16;
-                }
+                column = Self::interleave(simd, &first[..width], &second[..width], to);
             }
             for (column, to) in to.iter_mut().enumerate().skip(column) {
                 let element = |row: &Rows<'_>| if column < width { narrow(row, column) } else { bf16::ZERO };
@@ -260,10 +255,21 @@ pub fn stacked<'a, S: Simd, U: Packed<S>>(
     to: &mut [U],
     stride: usize,
 ) {
+    let (mut run, mut first) = (rows(0), 0);
     for (step, to) in to.chunks_exact_mut(stride).take(count.div_ceil(U::DEPTH)).enumerate() {
         let row = step * U::DEPTH;
-        let odd = (U::DEPTH > 1 && row + 1 < count).then(|| rows(row + 1).first(1));
-        U::across(simd, rows(row).first(1), odd, to);
+        let depth = U::DEPTH.min(count - row);
+        // Asked for once a run, not for each row.
+        if row - first + depth > run.count() {
+            (run, first) = (rows(row), row);
+        }
+        let even = run.skip(row - first).first(1);
+        let odd = match depth {
+            1 => None,
+            _ if row + 1 - first < run.count() => Some(run.skip(row + 1 - first).first(1)),
+            _ => Some(rows(row + 1).first(1)),
+        };
+        U::across(simd, even, odd, to);
     }
 }
 

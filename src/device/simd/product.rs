@@ -151,3 +151,70 @@ impl<U> Tile<U> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Isa, Native, SimdBf16Op};
+    use super::*;
+    use half::bf16;
+
+    struct Check(Extents);
+
+    impl SimdBf16Op for Check {
+        type Output = ();
+
+        #[inline(always)]
+        fn run<S: Native>(self, simd: S) {
+            check::<S, f32>(simd, self.0);
+            check::<S, S::Bf16>(simd, self.0);
+        }
+    }
+
+    /// Units of small whole numbers, and the numbers.
+    fn units<S: Simd, U: Unit<S>>(count: usize, modulus: usize) -> (Vec<U>, Vec<f32>) {
+        let numbers: Vec<f32> = (0..count * U::DEPTH).map(|at| (at * 7 % modulus) as f32 - 3.0).collect();
+        let units = numbers.chunks(U::DEPTH).map(|unit| match unit {
+            [even, odd] => bytemuck::cast([bf16::from_f32(*even), bf16::from_f32(*odd)]),
+            unit => bytemuck::cast(unit[0]),
+        });
+        (units.collect(), numbers)
+    }
+
+    fn check<S: Simd, U: Unit<S>>(simd: S, extents: Extents) {
+        let Extents { rows, columns, steps } = extents;
+        let ((along, a), (right, b)) = (units::<S, U>(rows * steps, 11), units::<S, U>(steps * columns, 13));
+        let apart = rows + 5;
+        let mut across = vec![bytemuck::cast(f32::NAN); steps * apart];
+        for (at, unit) in along.iter().enumerate() {
+            across[at % steps * apart + at / steps] = *unit;
+        }
+        for left in [
+            Left { units: &along, row_stride: steps, step_stride: 1 },
+            Left { units: &across, row_stride: 1, step_stride: apart },
+        ] {
+            let mut c = vec![1.0; rows * columns];
+            let right = Right { units: &right, stride: columns };
+            product::<S, U, false>(simd, extents, left, right, &mut c, columns);
+            product::<S, U, true>(simd, extents, left, right, &mut c, columns);
+            for (at, sum) in c.iter().enumerate() {
+                let (row, column, depth) = (at / columns, at % columns, U::DEPTH);
+                let terms = (0..steps * depth)
+                    .map(|k| a[row * steps * depth + k] * b[(k / depth * columns + column) * depth + k % depth]);
+                assert_eq!(*sum, 2.0 * terms.sum::<f32>(), "({row}, {column}) of {rows} x {columns} x {steps}");
+            }
+        }
+    }
+
+    /// Sums of whole numbers are exact: with tiles of the unit that are whole and not, on every path, and with either order of
+    /// the left operand.
+    #[test]
+    fn products_are_sums_of_products() {
+        for (rows, columns, steps) in
+            [(6, 16, 1), (18, 80, 3), (54, 16, 17), (48, 48, 40), (102, 64, 48), (96, 32, 70), (66, 32, 150)]
+        {
+            for isa in Isa::available() {
+                isa.run_bf16(Check(Extents { rows, columns, steps }));
+            }
+        }
+    }
+}

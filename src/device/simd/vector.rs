@@ -323,8 +323,8 @@ pub trait Unit<S: Simd>: Pod + Send + Sync {
         false
     }
 
-    /// The whole of a product of panels (`product::product`) by a matrix unit; false, and nothing done, where there is none or `a` lies in an
-    /// order that it cannot read.
+    /// The whole of a product of panels (`product::product`) by a matrix unit; false, and nothing done, where there is none or neither rows
+    /// nor steps of `a` are neighbours.
     ///
     /// # Safety
     /// The extents are inside the three slices.
