@@ -33,6 +33,14 @@ pub enum NamedError {
         /// What was given.
         text: String,
     },
+    /// A parameter that is given twice.
+    #[error("'{text}' gives '{key}' twice")]
+    Twice {
+        /// What was given.
+        text: String,
+        /// The parameter.
+        key: String,
+    },
     /// No such name.
     #[error("unknown {kind} '{name}'; {hint}")]
     Unknown {
@@ -112,9 +120,12 @@ impl FromStr for Named {
         let mut arguments = BTreeMap::new();
         for pair in rest.into_iter().flat_map(|rest| rest.split(',')) {
             let (key, value) = pair.split_once('=').ok_or_else(syntax)?;
-            let taken = arguments.insert(key.trim().to_string(), value.trim().to_string()).is_some();
-            if taken || key.trim().is_empty() || value.trim().is_empty() {
+            let (key, value) = (key.trim(), value.trim());
+            if key.is_empty() || value.is_empty() {
                 return Err(syntax());
+            }
+            if arguments.insert(key.to_string(), value.to_string()).is_some() {
+                return Err(NamedError::Twice { text: text.into(), key: key.into() });
             }
         }
         Ok(Named { name: name.trim().into(), arguments })

@@ -94,7 +94,16 @@ fn sequence(text: &Text, context_tokens: usize, sample: usize) -> Result<Sequenc
     let beginning = text.beginning()?;
     let needles = task(TASK).expect("the task is built in");
     let target = context_tokens.saturating_sub(beginning.len());
-    let written = generate(TASK, &*needles, target, &Draw::new(0, sample as u64), text)?;
+    let written =
+        generate(TASK, &*needles, target, &Draw::new(0, sample as u64), text).map_err(|error| match error {
+            // What was asked for includes the beginning.
+            TaskError::TooShort { task, least_tokens, .. } => TaskError::TooShort {
+                task,
+                target_tokens: context_tokens,
+                least_tokens: least_tokens + beginning.len(),
+            },
+            error => error,
+        })?;
     let question = &written.questions[0];
     let context = [beginning, text.encode(&written.context)].concat();
     let [prompt, answer] = [question.prompt(), question.expected.clone()].map(|words| text.encode(&words));

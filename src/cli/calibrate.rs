@@ -90,7 +90,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     };
     let has = |method| args.method.contains(&method);
     let mut made = if has(Method::KvzipHeads) { vec![heads(reading, &read)?] } else { Vec::new() };
-    let kinds: Vec<Activation> = args.method.iter().filter_map(|method| method.looks_at()).collect();
+    let mut kinds: Vec<Activation> = Vec::new();
+    for kind in args.method.iter().filter_map(|method| method.looks_at()) {
+        if !kinds.contains(&kind) {
+            kinds.push(kind);
+        }
+    }
     if !kinds.is_empty() {
         let run = reading.capture_of(read, &[], &kinds)?;
         for (kind, tensor) in kinds.iter().zip(&run.tensors) {

@@ -56,11 +56,11 @@ pub struct ReadingArgs {
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    #[command(flatten)]
-    reading: ReadingArgs,
     /// Layers, the lowest being 0 [default: all]
     #[arg(long, value_name = "N", value_delimiter = ',', allow_negative_numbers = true)]
     layers: Vec<usize>,
+    #[command(flatten)]
+    reading: ReadingArgs,
 }
 
 /// What is reported, under the names that records use.
@@ -159,6 +159,9 @@ impl ReadingArgs {
         let shown = self.text.display();
         let content = std::fs::read_to_string(&self.text)
             .map_err(|error| Failure::usage(format!("cannot read --text '{shown}': {error}")))?;
+        if content.is_empty() {
+            return Err(Failure::usage(format!("--text '{shown}' is empty")));
+        }
         let mut tokens = Text::open(&folder)?.tokens(&content)?;
         tokens.truncate(self.tokens.unwrap_or(usize::MAX));
         let arena = Arena::with_limit(self.compute.limit_bytes());

@@ -44,10 +44,11 @@ pub struct Args {
     context: Option<PathBuf>,
     /// What is asked of the context; may be given several times, each is asked by itself
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, requires = "context")]
+    #[arg(conflicts_with = "prompt")]
     question: Vec<String>,
     /// What a policy sees of a question when it evicts: agnostic, aware, aware-kept or aware-whole, as in `kvsieve eval`
     /// [default: agnostic]
-    #[arg(long, value_name = "PROTOCOL", requires = "context")]
+    #[arg(long, value_name = "PROTOCOL", requires = "context", conflicts_with = "prompt")]
     protocol: Option<Protocol>,
     /// Write the prompt, or context and question, as the model's own chat template has what a user says
     #[arg(long)]
@@ -83,6 +84,7 @@ struct Report {
     new_tokens: usize,
     weights_format: String,
     dtype: String,
+    kv_format: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     activations: Option<RowFormat>,
     temperature: f32,
@@ -184,6 +186,9 @@ impl Args {
 
     /// Prints what is reported.
     fn finish(&self, opened: &Opened, setup: &Setup<'_>, text: &Text, prompt: &[u32], ran: Ran) -> Result<(), Failure> {
+        if self.model.json.is_none() {
+            output::print("\n")?;
+        }
         let mut steps = ran.generated.step_ns.clone();
         steps.sort_unstable();
         let report = Report {
@@ -199,6 +204,7 @@ impl Args {
             new_tokens: ran.generated.tokens.len(),
             weights_format: opened.model.weights.format().to_string(),
             dtype: setup.dtype.to_string(),
+            kv_format: setup.kv_format.to_string(),
             activations: setup.activations,
             temperature: self.temperature,
             top_p: self.top_p,
@@ -218,7 +224,6 @@ impl Args {
         match &self.model.json {
             Some(target) => output::json(target, &report),
             None => {
-                output::print("\n")?;
                 eprintln!("{}", summary(&report));
                 Ok(())
             }
@@ -229,7 +234,7 @@ impl Args {
 fn sampling(args: &Args) -> Result<Sampling, Failure> {
     let Args { temperature, top_p, max_new_tokens, .. } = *args;
     if !(temperature.is_finite() && temperature >= 0.0) {
-        return Err(Failure::usage(format!("--temperature is {temperature}; it must be 0 or more")));
+        return Err(Failure::usage(format!("--temperature is {temperature}; it must be finite and 0 or more")));
     }
     if !(top_p > 0.0 && top_p <= 1.0) {
         return Err(Failure::usage(format!("--top-p is {top_p}; it must be above 0 and at most 1")));

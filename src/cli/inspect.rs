@@ -81,7 +81,10 @@ const NAMED: usize = 5;
 pub fn run(args: &Args) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
     if args.tokens < 2 || args.needles == 0 {
-        return Err(Failure::usage("--tokens must be at least 2 and --needles at least 1".into()));
+        let (tokens, needles) = (args.tokens, args.needles);
+        return Err(Failure::usage(format!(
+            "--tokens is {tokens} and --needles {needles}; they must be at least 2 and at least 1"
+        )));
     }
     output::check_folder("--output", &args.output)?;
     let reads: Vec<_> = args.text.as_deref().map(|path| ("--text", path)).into_iter().collect();
@@ -98,6 +101,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             generate("niah-single-2", &*essay, args.tokens + ESSAY_MORE, &Draw::new(1, 0), &text)?.context
         }
     };
+    if let (true, Some(path)) = (content.is_empty(), &args.text) {
+        return Err(Failure::usage(format!("--text '{}' is empty", path.display())));
+    }
     let mut tokens = text.tokens(&content)?;
     tokens.truncate(args.tokens);
     let cpu = args.compute.cpu()?;

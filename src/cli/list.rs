@@ -119,7 +119,10 @@ impl Things {
                 .collect(),
             Things::FactMemories => FACT_MEMORIES
                 .iter()
-                .map(|entry| Row { paper: paper(entry.paper), ..Row::new(entry.name, entry.about, entry.parameters) })
+                .map(|entry| Row {
+                    paper: paper(entry.paper),
+                    ..Row::new(entry.name, entry.about, &entry.all_parameters())
+                })
                 .collect(),
             Things::Episodes => {
                 EPISODES.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()

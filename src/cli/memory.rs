@@ -51,7 +51,7 @@ pub struct Args {
     #[arg(long, value_name = "DIR|FILE.gguf", requires = "maps")]
     model: Option<PathBuf>,
     /// Maps between the model and the memory, from kvsieve train --method larimar
-    #[arg(long, value_name = "FILE", requires = "model")]
+    #[arg(long, value_name = "FILE", requires = "model", conflicts_with = "memory")]
     maps: Option<PathBuf>,
     /// Safetensors file with the vectors, or with --model a text
     #[arg(long, value_name = "FILE")]
@@ -152,8 +152,8 @@ impl Args {
     /// Facts that are listed, if they were told.
     fn most_facts(&self) -> Result<Option<usize>, Failure> {
         match self.most_facts {
-            Some(most) if most > MOST_FACTS => {
-                Err(Failure::usage(format!("--most-facts is {most}; it must be at most {MOST_FACTS}")))
+            Some(most) if most == 0 || most > MOST_FACTS => {
+                Err(Failure::usage(format!("--most-facts is {most}; it must be 1 to {MOST_FACTS}")))
             }
             most => Ok(most),
         }

@@ -175,7 +175,7 @@ fn wrong_arguments(error: clap::Error) -> Failure {
     let paragraphs = text.strip_prefix("error: ").unwrap_or(&text).split("\n\n");
     let said = paragraphs.filter(|text| !text.starts_with("Usage:") && !text.starts_with("For more information"));
     let said = said.map(str::trim).collect::<Vec<_>>().join("; ");
-    Failure::usage(said.replace("invalid digit found in string", "a whole number of 0 or more is needed"))
+    Failure::usage(said.replace("invalid digit found in string", "a whole number without a sign is needed"))
 }
 
 /// Where a command computes: the options of every command that does.

@@ -57,7 +57,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "MEMORY", conflicts_with_all = ["policy", "kv_format"])]
     pub memory: Option<String>,
     /// Seed of what is drawn
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
     pub seed: u64,
     #[command(flatten)]
     pub compute: Compute,

@@ -182,6 +182,13 @@ pub struct FactMemoryEntry {
     pub build: fn(&Named) -> Result<Box<dyn Method>, NamedError>,
 }
 
+impl FactMemoryEntry {
+    /// Its parameters, with those of the scope detector.
+    pub fn all_parameters(&self) -> Vec<Parameter> {
+        [self.parameters, &scope::PARAMETERS[..]].concat()
+    }
+}
+
 /// Every memory of facts.
 pub const FACT_MEMORIES: &[FactMemoryEntry] = &[larimar::ENTRY, list::ENTRY];
 
@@ -201,7 +208,7 @@ impl FactMemory {
     pub fn parse(text: &str) -> Result<Self, NamedError> {
         let named: Named = text.parse()?;
         let entry = named.find("memory of facts", FACT_MEMORIES, |entry| entry.name)?;
-        named.check(&[entry.parameters, &scope::PARAMETERS[..]].concat())?;
+        named.check(&entry.all_parameters())?;
         Ok(FactMemory { method: (entry.build)(&named)?, scope: Scope::parse(&named)? })
     }
 

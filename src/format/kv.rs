@@ -1,7 +1,7 @@
 //! The formats of a cache's keys and of its values: `int8`, `k=int8,v=bf16`, `kivi:bits=4`; and the tokens that stay in full beside
 //! them: `q4_0:recent=128,first=4`, `k=int8,v=q4_0:recent=128`.
 
-use super::{FormatError, RowFormat};
+use super::{FORMATS, FormatError, RowFormat};
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::DType;
 use serde::{Deserialize, Serialize};
@@ -221,6 +221,12 @@ fn part(named: &Named) -> Result<(RowFormat, [Option<usize>; 2]), NamedError> {
     Ok((RowFormat::of(&rows)?, tokens))
 }
 
+/// Names of what keys and values can be kept in.
+fn names() -> impl Iterator<Item = &'static str> {
+    let of_rows = FORMATS.iter().filter(|entry| !entry.default().is_of_weights()).map(|entry| entry.name);
+    of_rows.chain([KIVI.name])
+}
+
 impl FromStr for KvFormat {
     type Err = NamedError;
 
@@ -233,11 +239,17 @@ impl FromStr for KvFormat {
         };
         let (k, v) = match text.strip_prefix("k=") {
             None => {
+                if text.starts_with("v=") {
+                    return Err(whole("v", text, "given behind k, as k=int8,v=bf16"));
+                }
                 let named: Named = text.parse()?;
                 if named.name == KIVI.name {
                     return KvFormat::kivi(&named);
                 }
-                let both = part(&named)?;
+                let both = part(&named).map_err(|error| match error {
+                    NamedError::Unknown { kind, name, .. } => NamedError::unknown(kind, &name, names()),
+                    error => error,
+                })?;
                 (both, both)
             }
             // Parameters of the keys' format have commas of their own, but none is called `v`.

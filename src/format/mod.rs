@@ -215,10 +215,15 @@ pub struct FormatEntry {
 impl FormatEntry {
     /// Its parameters, with those of keys and values together where some of these may stay in full.
     pub fn all_parameters(&self) -> Vec<Parameter> {
-        let named = Named::from_str(self.name).expect("names of formats are names");
-        let format = (self.build)(&named).expect("formats have defaults");
+        let format = self.default();
         let full: &[Parameter] = if format.dtype().is_some() || format.is_of_weights() { &[] } else { FULL_PARAMETERS };
         [self.parameters, full].concat()
+    }
+
+    /// The format with its defaults.
+    fn default(&self) -> RowFormat {
+        let named = Named::from_str(self.name).expect("names of formats are names");
+        (self.build)(&named).expect("formats have defaults")
     }
 }
 

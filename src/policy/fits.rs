@@ -93,7 +93,7 @@ impl Policy {
         (self.unprotected(budget_tokens, kept)? == 0).then(|| {
             format!(
                 "nothing but protected tokens stays: the budget is {budget_tokens} tokens a head, and {sink} first and {window} \
-                 latest ones are never evicted"
+                 latest ones come before all others"
             )
         })
     }

@@ -265,7 +265,7 @@ fn mistakes_are_one_line() {
         ),
         (&["eval", "--model", "m", "--context", "-4"], "--context: '-4' is not a token count"),
         (&["eval", "--model", "m", "--samples", "0"], "error: --samples and --new-tokens must be at least 1"),
-        (&["eval", "--model", "m", "--samples", "-3"], "a whole number of 0 or more is needed"),
+        (&["eval", "--model", "m", "--samples", "-3"], "a whole number without a sign is needed"),
         (
             &["eval", "--model", "m", "--protocol", "blind"],
             "'blind' is no protocol; there are agnostic, aware, aware-kept",
