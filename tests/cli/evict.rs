@@ -219,8 +219,8 @@ fn a_budget_of_nothing_but_protected_tokens_warns() {
         (report["warnings"].clone(), String::from_utf8(output.stderr).unwrap())
     };
     let (warnings, stderr) = warned("20");
-    let text = "nothing but protected tokens stays: the budget is 20 tokens a head, and 4 first and 16 latest ones are never \
-                evicted";
+    let text = "nothing but protected tokens stays: the budget is 20 tokens a head, and 4 first and 16 latest ones come \
+                before all others";
     assert_eq!((warnings[0].as_str(), stderr), (Some(text), format!("warning: {text}\n")));
     assert_eq!(warned("21"), (Value::Null, String::new()));
 }
@@ -388,7 +388,10 @@ fn wrong_options_are_named_in_one_line() {
         (&["--budget", "half"], 2, "'half' is not a budget; write a fraction kept such as 0.25"),
         (&["--budget", "0.001"], 2, "budget 0.001 leaves no token of 70 in a KV head"),
         (&["--budget", "10B"], 2, "budget 10B leaves no token of 70"),
-        (&["--seed", "-1"], 2, "unexpected argument '-1' found"),
+        (&["--policy", "knorm+protect:sink=1,sink=2"], 2, "'protect:sink=1,sink=2' gives 'sink' twice"),
+        (&["--kv-format", "kiwi"], 2, "unknown format 'kiwi'; did you mean 'kivi'?"),
+        (&["--kv-format", "v=int4"], 2, "given behind k, as k=int8,v=bf16"),
+        (&["--seed", "-1"], 2, "invalid value '-1' for '--seed <N>': a whole number without a sign is needed"),
         (&["--seed", "x"], 2, "invalid value 'x' for '--seed <N>'"),
         (&["--threads", "0"], 2, "0 threads asked; 1 to 1024 are possible"),
         (

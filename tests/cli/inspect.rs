@@ -41,9 +41,10 @@ fn mistakes_are_one_line_and_status_2() {
     let out = folder.path().join("anatomy");
     let out = out.to_str().unwrap();
     for (more, expected) in [
-        (vec!["--tokens", "1"], "--tokens must be at least 2"),
-        (vec!["--needles", "0"], "--needles at least 1"),
-        (vec!["--tokens", "20"], "tokens are too few"),
+        (vec!["--tokens", "1"], "--tokens is 1 and --needles 10; they must be at least 2 and at least 1"),
+        (vec!["--needles", "0"], "and --needles 0; they must be"),
+        (vec!["--tokens", "20"], "20 tokens are too few"),
+        (vec!["--text", "/dev/null"], "--text '/dev/null' is empty"),
         (vec!["--model", "no/such"], "no/such"),
         (vec!["--text", "no-such.txt"], "cannot read --text 'no-such.txt'"),
         (vec!["--tokens", "100k"], "was made for at most"),

@@ -88,6 +88,11 @@ fn mistakes_are_one_line_and_status_2() {
         ),
         ("memory write --memory camelot --input facts --output o", "unknown memory of facts 'camelot'"),
         ("memory write --input facts --output o", "--memory"),
+        ("memory write --memory list --most-facts 0 --input facts --output o", "--most-facts is 0; it must be 1 to"),
+        (
+            "memory write --memory list --maps none --input facts --output o",
+            "'--memory <NAME>' cannot be used with '--maps <FILE>'",
+        ),
         ("memory read --memory list --input facts --output o", "use --from"),
         ("memory read --from m --input other --output o", "the vectors have 17 numbers; the memory is for 16"),
         ("memory read --from torn --input facts --output o", "'torn' is not a valid safetensors file"),

@@ -240,7 +240,16 @@ fn a_tokenizer_that_makes_no_sense_is_told_in_one_line() {
 fn mistakes_in_generating_are_one_line_and_status_2() {
     let cases = [
         ("qwen2", vec!["--prompt", "w5"], "tokenizer.json': there is no such file"),
-        ("llama", vec!["--prompt", "w5", "--temperature", "-1"], "--temperature is -1; it must be 0 or more"),
+        (
+            "llama",
+            vec!["--prompt", "w5", "--temperature", "-1"],
+            "--temperature is -1; it must be finite and 0 or more",
+        ),
+        (
+            "llama",
+            vec!["--prompt", "w5", "--question", "w6"],
+            "'--prompt <TEXT>' cannot be used with '--question <TEXT>'",
+        ),
         ("llama", vec!["--prompt", "w5", "--top-p", "0"], "--top-p is 0; it must be above 0 and at most 1"),
         ("llama", vec!["--prompt", "w5", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (

@@ -550,8 +550,8 @@ fn a_budget_of_nothing_but_protected_tokens_warns_in_record_and_tables() {
     let desk = Desk::with(&SMALL.replace("\"knorm\"", "\"snapkv:window=64\""));
     let printed = desk.works(&["run", "x.toml", "--out", "out"]);
     let run = desk.only_run();
-    let warning = "nothing but protected tokens stays: the budget is 64 tokens a head, and 0 first and 64 latest ones are \
-                   never evicted";
+    let warning = "nothing but protected tokens stays: the budget is 64 tokens a head, and 0 first and 64 latest ones come \
+                   before all others";
     for record in records(&cells(&run)) {
         let expected =
             if record["cell"]["budget"] == "0.25" { serde_json::json!([warning]) } else { serde_json::json!([]) };

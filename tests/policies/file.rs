@@ -352,7 +352,7 @@ fn commands_read_a_policy_file_and_say_which() {
     };
     let text = ["--model", "m", "--text", "t.txt", "--output"];
     go(&[&["capture"][..], &text, &["in.safetensors", "--layers", "1"]].concat());
-    go(&[&["calibrate", "--method", "qfilters"][..], &text, &["filters.safetensors"]].concat());
+    go(&[&["calibrate", "--method", "qfilters,qfilters"][..], &text, &["filters.safetensors"]].concat());
     go(&[&["calibrate", "--method", "triattention"][..], &text, &["centres.safetensors"]].concat());
     let [weight, bias] = gate(BYTE[0], BYTE[1], BYTE[2]);
     save(&at("gate.safetensors"), &[weight.clone(), bias.clone()]);
