@@ -1,7 +1,7 @@
 //! `kvsieve capture`: queries, keys and values of a model's layers over a text, as tensors that the other commands read.
 
 use super::failure::Failure;
-use super::{Compute, output};
+use super::{Compute, output, read_text};
 use crate::device::Cpu;
 use crate::memory::Arena;
 use crate::model::config::RopeScaling;
@@ -156,13 +156,7 @@ impl ReadingArgs {
         }
         let folder = locate(&self.model)?;
         let config = Config::read(&folder)?;
-        let shown = self.text.display();
-        let content = std::fs::read_to_string(&self.text)
-            .map_err(|error| Failure::usage(format!("cannot read --text '{shown}': {error}")))?;
-        if content.is_empty() {
-            return Err(Failure::usage(format!("--text '{shown}' is empty")));
-        }
-        let mut tokens = Text::open(&folder)?.tokens(&content)?;
+        let mut tokens = Text::open(&folder)?.tokens(&read_text(&self.text)?)?;
         tokens.truncate(self.tokens.unwrap_or(usize::MAX));
         let arena = Arena::with_limit(self.compute.limit_bytes());
         Ok(Reading { folder, config, tokens, cpu: self.compute.cpu()?, arena })

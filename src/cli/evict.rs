@@ -40,7 +40,8 @@ where heads keep different counts), kept_len I64 [B, Hkv], and scores F32 [B, Hk
 where it changes them (padded with zeros), and --kv-format both as the cache holds them; '+cam' takes its draws from draws [1, 1, Lk, 1] if that is there, '+rerotate' \
 needs rope_theta. Policies that evict nothing write what the last query reads: 'quest' pages, 'think' channels, I64 \
 [B, Hkv, n].\n\n\
-Ties: of equal scores the later token is retained, where heads share a budget that of the last head; tie_rate says how many scores have an equal.\n\n\
+Ties: of equal scores the later token is retained, where heads share a budget that of the last head; tie_rate says how many \
+scores have an equal.\n\n\
 With --device cuda q, k and v are of one type, and a cache on the GPU is filled and evicted from; policies are those \
 of positions, keys, values and attention (an error names them), with no action but rerotate. Memory is the GPU's, and \
 evict_ns the GPU's own time.\n\n\

@@ -1,7 +1,7 @@
 //! `kvsieve inspect`: where the heads of a model look, and which of them fetch what a context hides.
 
 use super::failure::Failure;
-use super::{Compute, output};
+use super::{Compute, output, read_text};
 use crate::anatomy::{Anatomy, FIRST, LAST, MASS, Retrieval, anatomy, retrieval};
 use crate::memory::Arena;
 use crate::model::{Model, Text, locate};
@@ -93,17 +93,13 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let folder = locate(&args.model)?;
     let text = Text::open(&folder)?;
     let content = match &args.text {
-        Some(path) => std::fs::read_to_string(path)
-            .map_err(|error| Failure::usage(format!("cannot read --text '{}': {error}", path.display())))?,
+        Some(path) => read_text(path)?,
         None => {
             let essay = task("niah-single-2").expect("the task is built in");
             // Longer than what is read of it: its question and answer count in the length.
             generate("niah-single-2", &*essay, args.tokens + ESSAY_MORE, &Draw::new(1, 0), &text)?.context
         }
     };
-    if let (true, Some(path)) = (content.is_empty(), &args.text) {
-        return Err(Failure::usage(format!("--text '{}' is empty", path.display())));
-    }
     let mut tokens = text.tokens(&content)?;
     tokens.truncate(args.tokens);
     let cpu = args.compute.cpu()?;

@@ -43,7 +43,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use failure::Failure;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const EXAMPLES: &str = "\
@@ -176,6 +176,13 @@ fn wrong_arguments(error: clap::Error) -> Failure {
     let said = paragraphs.filter(|text| !text.starts_with("Usage:") && !text.starts_with("For more information"));
     let said = said.map(str::trim).collect::<Vec<_>>().join("; ");
     Failure::usage(said.replace("invalid digit found in string", "a whole number without a sign is needed"))
+}
+
+/// What a text file that `--text` names says.
+fn read_text(path: &Path) -> Result<String, Failure> {
+    let wrong = |why: String| Failure::usage(format!("cannot read --text '{}': {why}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+    if text.is_empty() { Err(wrong("it is empty".into())) } else { Ok(text) }
 }
 
 /// Where a command computes: the options of every command that does.

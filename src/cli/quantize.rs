@@ -1,7 +1,7 @@
 //! `kvsieve quantize`: a model's weights in fewer bits, as a GGUF file or a folder of packed codes.
 
 use super::failure::Failure;
-use super::{Compute, output};
+use super::{Compute, output, read_text};
 use crate::memory::Arena;
 use crate::model::{Calibration, Mixture, Quantised, Recipe, Scaled, Text, locate};
 use crate::model::{quantise, quantise_folder, quantise_scaled};
@@ -209,9 +209,7 @@ impl Args {
                 "--samples is {samples} and --length {length}; both must be at least 1"
             )));
         }
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Failure::usage(format!("cannot read --text '{}': {error}", path.display())))?;
-        let tokens = Text::open(source)?.tokens(&text)?;
+        let tokens = Text::open(source)?.tokens(&read_text(path)?)?;
         let each = tokens.len() / samples;
         if each < length {
             return Err(Failure::usage(format!(

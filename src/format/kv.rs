@@ -218,7 +218,11 @@ fn part(named: &Named) -> Result<(RowFormat, [Option<usize>; 2]), NamedError> {
             rows = rows.without(parameter.name);
         }
     }
-    Ok((RowFormat::of(&rows)?, tokens))
+    let format = RowFormat::of(&rows).map_err(|error| match error {
+        NamedError::Unknown { kind, name, .. } => NamedError::unknown(kind, &name, names()),
+        error => error,
+    })?;
+    Ok((format, tokens))
 }
 
 /// Names of what keys and values can be kept in.
@@ -246,10 +250,7 @@ impl FromStr for KvFormat {
                 if named.name == KIVI.name {
                     return KvFormat::kivi(&named);
                 }
-                let both = part(&named).map_err(|error| match error {
-                    NamedError::Unknown { kind, name, .. } => NamedError::unknown(kind, &name, names()),
-                    error => error,
-                })?;
+                let both = part(&named)?;
                 (both, both)
             }
             // Parameters of the keys' format have commas of their own, but none is called `v`.

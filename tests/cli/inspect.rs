@@ -44,7 +44,7 @@ fn mistakes_are_one_line_and_status_2() {
         (vec!["--tokens", "1"], "--tokens is 1 and --needles 10; they must be at least 2 and at least 1"),
         (vec!["--needles", "0"], "and --needles 0; they must be"),
         (vec!["--tokens", "20"], "20 tokens are too few"),
-        (vec!["--text", "/dev/null"], "--text '/dev/null' is empty"),
+        (vec!["--text", "/dev/null"], "cannot read --text '/dev/null': it is empty"),
         (vec!["--model", "no/such"], "no/such"),
         (vec!["--text", "no-such.txt"], "cannot read --text 'no-such.txt'"),
         (vec!["--tokens", "100k"], "was made for at most"),

@@ -105,6 +105,7 @@ fn a_listed_line_fits_a_terminal_and_the_whole_is_there_by_name() {
     let listed = stdout(&["list", "experiments"]);
     let quickstart = listed.lines().find(|line| line.starts_with("quickstart")).unwrap();
     assert!(quickstart.ends_with(" ..."), "{quickstart}");
+    assert!(stdout(&["list", "fact-memories", "larimar"]).contains("scope"), "parameters of all of them too");
     assert!(stdout(&["list", "experiments", "quickstart"]).contains("an oracle that knows the queries to come"));
 }
 

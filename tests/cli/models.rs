@@ -45,6 +45,8 @@ fn logits_are_written_with_their_measurements() {
     assert!(furthest(&values, &expected.logits) < 1e-3 * deviation(&expected.logits));
     assert_eq!((&report["architecture"], &report["tokens"]), (&"LlamaForCausalLM".into(), &40.into()));
     assert_eq!(report["evicted_tokens"], 0);
+    let (_, report) = logits("llama-sharded", &["--kv-format", "int8"]);
+    assert_eq!((&report["dtype"], &report["kv_format"]), (&"f32".into(), &"int8".into()));
 }
 
 #[test]

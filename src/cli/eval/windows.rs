@@ -4,6 +4,7 @@ use super::Args;
 use crate::attention;
 use crate::cli::failure::Failure;
 use crate::cli::output;
+use crate::cli::read_text;
 use crate::eval::{Perplexity, Stage, Windows, perplexity};
 use crate::experiment::weights::{OtherWeights, WeightsText};
 use crate::format::{KvFormat, RowFormat};
@@ -62,8 +63,7 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
     if most == 0 {
         return Err(Failure::usage("--samples is 0; at least one window is read".into()));
     }
-    let content = std::fs::read_to_string(path)
-        .map_err(|error| Failure::usage(format!("cannot read --text '{}': {error}", path.display())))?;
+    let content = read_text(path)?;
     let kernels = Args::names(&args.kernel, &["tiled"]);
     kernels.iter().try_for_each(|kernel| attention::kernel(kernel).map(drop))?;
     let (weights, rounded) = (args.weights()?, args.activations()?);

@@ -6,7 +6,9 @@
 //! of a thread ([`Configured`]). The instructions are not in stable Rust's intrinsics, so that they are written in assembly;
 //! compiled code never touches tiles by itself, and no product leaves anything in them for the next.
 
+use super::Simd;
 use super::product::Extents;
+use bytemuck::Zeroable;
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
 use std::sync::LazyLock;
@@ -131,7 +133,7 @@ macro_rules! from {
     ($pointer:ty) => {
         impl<T> Matrix<$pointer> {
             /// From a row and a column on.
-            pub fn from(self, row: usize, column: usize) -> Self {
+            fn from(self, row: usize, column: usize) -> Self {
                 Matrix { at: self.at.wrapping_byte_add(row * self.row_bytes + column * UNIT_BYTES), ..self }
             }
         }
@@ -278,48 +280,71 @@ unsafe fn held<U, const ROWS: usize, const COLUMNS: usize>(
     }
 }
 
+/// Where squares of `size` begin in `rows` x `columns`.
+#[inline(always)]
+fn squares(rows: usize, columns: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).step_by(size).flat_map(move |row| (0..columns).step_by(size).map(move |column| (row, column)))
+}
+
+/// A product whose left operand lies across its rows, neighbours in a column, `step_stride` from one column to the next: panels
+/// of it are turned into rows, as tiles are read.
+///
+/// # Safety
+/// As [`product`], but for the order in which the units of `a` lie; vectors of `S` are of [`TILE`] lanes.
+#[inline(always)]
+pub unsafe fn product_across<S: Simd, U: Zeroable + Copy>(
+    simd: S,
+    extents: Extents,
+    (a, step_stride): (*const U, usize),
+    b: Matrix<*const U>,
+    c: Matrix<*mut f32>,
+    add: bool,
+) {
+    /// A panel, small enough to stay in the first-level cache.
+    const ROWS: usize = 3 * TILE;
+    const STEPS: usize = 4 * TILE;
+    let mut panel = [U::zeroed(); ROWS * STEPS];
+    for step in (0..extents.steps).step_by(STEPS) {
+        for row in (0..extents.rows).step_by(ROWS) {
+            let (steps, rows) = (STEPS.min(extents.steps - step), ROWS.min(extents.rows - row));
+            for (down, along) in squares(rows, steps, TILE) {
+                // SAFETY: the caller's promise: these rows and steps are there; a square lies inside the panel.
+                unsafe {
+                    let from = a.add((step + along) * step_stride + row + down);
+                    let to = panel.as_mut_ptr().add(down * STEPS + along);
+                    if down + TILE <= rows && along + TILE <= steps {
+                        simd.transpose(from.cast(), 4 * step_stride, to.cast(), STEPS);
+                        continue;
+                    }
+                    for (down, along) in squares(TILE.min(rows - down), TILE.min(steps - along), 1) {
+                        *to.add(down * STEPS + along) = *from.add(along * step_stride + down);
+                    }
+                }
+            }
+            let of_panel = Matrix { at: panel.as_ptr(), row_bytes: 4 * STEPS };
+            // SAFETY: the caller's promise.
+            unsafe {
+                product(Extents { rows, steps, ..extents }, of_panel, b.from(step, 0), c.from(row, 0), add || step > 0);
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use half::bf16;
 
-    fn matrix(rows: usize, width: usize, modulus: usize) -> Vec<bf16> {
-        (0..rows * width).map(|at| bf16::from_f32((at * 7 % modulus) as f32 - 3.0)).collect()
-    }
-
-    /// Whole numbers, whose sums are exact: tiles that are not whole in any extent, and sums that are added to.
+    /// What is multiplied in tiles is tested with every other path, where `product` is.
     #[test]
-    fn products_in_tiles_are_sums_of_products() {
+    fn tiles_of_a_thread_are_given_back_as_they_were() {
         if !is_here() {
             return;
         }
-        for (rows, columns, steps) in [(1, 16, 1), (16, 32, 16), (48, 48, 40), (54, 16, 17), (6, 80, 3), (102, 64, 96)]
-        {
-            let (a, b) = (matrix(rows, 2 * steps, 11), matrix(2 * steps, columns, 13));
-            // Pairs of neighbouring rows, as `b` is packed.
-            let pairs: Vec<[bf16; 2]> = (0..steps * columns)
-                .map(|at| [0, 1].map(|odd| b[(2 * (at / columns) + odd) * columns + at % columns]))
-                .collect();
-            let mut c = vec![1.0f32; rows * columns];
-            let extents = Extents { rows, columns, steps };
-            let left = Matrix { at: a.as_ptr().cast::<u32>(), row_bytes: 4 * steps };
-            let right = Matrix { at: pairs.as_ptr().cast::<u32>(), row_bytes: 4 * columns };
-            // SAFETY: the unit is there, and the matrices have these extents.
-            unsafe {
-                let _outer = Configured::begin();
-                // What runs inside leaves the tiles as they were.
-                drop(Configured::begin());
-                for add in [false, true] {
-                    product(extents, left, right, Matrix { at: c.as_mut_ptr(), row_bytes: 4 * columns }, add);
-                }
-            }
-            for (at, sum) in c.iter().enumerate() {
-                let (row, column) = (at / columns, at % columns);
-                let once: f32 =
-                    (0..2 * steps).map(|k| a[row * 2 * steps + k].to_f32() * b[k * columns + column].to_f32()).sum();
-                assert_eq!(*sum, 2.0 * once, "row {row}, column {column} of {rows} x {columns} x {steps}");
-            }
-        }
+        // SAFETY: the unit is there.
+        let outer = unsafe { Configured::begin() };
+        drop(unsafe { Configured::begin() });
+        assert_eq!(Shapes::current().palette, 1, "what runs inside leaves the tiles configured");
+        drop(outer);
         assert_eq!(Shapes::current().palette, 0, "a thread's tiles are given back");
     }
 }

@@ -484,65 +484,9 @@ impl Unit<Avx512<true>> for Bf16Pair {
         unsafe {
             match a.step_stride {
                 1 => amx::product(extents, matrix(a.units.as_ptr(), a.row_stride), b, c, add),
-                _ => product_across(simd, extents, (a.units.as_ptr(), a.step_stride), b, c, add),
+                _ => amx::product_across(simd, extents, (a.units.as_ptr(), a.step_stride), b, c, add),
             }
         }
         true
-    }
-}
-
-/// Where squares of `size` begin in `rows` x `columns`.
-#[inline(always)]
-fn squares(rows: usize, columns: usize, size: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..rows).step_by(size).flat_map(move |row| (0..columns).step_by(size).map(move |column| (row, column)))
-}
-
-/// A product whose left operand lies across its rows, neighbours in a column, `step_stride` from one column to the next: panels
-/// of it are turned into rows, as tiles are read.
-///
-/// # Safety
-/// As [`amx::product`], but for the order in which the units of `a` lie.
-#[inline(always)]
-unsafe fn product_across(
-    simd: Avx512<true>,
-    extents: Extents,
-    (a, step_stride): (*const Bf16Pair, usize),
-    b: amx::Matrix<*const Bf16Pair>,
-    c: amx::Matrix<*mut f32>,
-    add: bool,
-) {
-    /// A panel, small enough to stay in the first-level cache.
-    const ROWS: usize = 3 * amx::TILE;
-    const STEPS: usize = 4 * amx::TILE;
-    let mut panel = [Bf16Pair(0); ROWS * STEPS];
-    for step in (0..extents.steps).step_by(STEPS) {
-        for row in (0..extents.rows).step_by(ROWS) {
-            let (steps, rows) = (STEPS.min(extents.steps - step), ROWS.min(extents.rows - row));
-            for (down, along) in squares(rows, steps, 16) {
-                // SAFETY: the caller's promise: these rows and steps are there; a square lies inside the panel.
-                unsafe {
-                    let from = a.add((step + along) * step_stride + row + down);
-                    let to = panel.as_mut_ptr().add(down * STEPS + along);
-                    if down + 16 <= rows && along + 16 <= steps {
-                        simd.transpose(from.cast(), 4 * step_stride, to.cast(), STEPS);
-                        continue;
-                    }
-                    for (down, along) in squares(16.min(rows - down), 16.min(steps - along), 1) {
-                        *to.add(down * STEPS + along) = *from.add(along * step_stride + down);
-                    }
-                }
-            }
-            let of_panel = amx::Matrix { at: panel.as_ptr(), row_bytes: 4 * STEPS };
-            // SAFETY: the caller's promise.
-            unsafe {
-                amx::product(
-                    Extents { rows, steps, ..extents },
-                    of_panel,
-                    b.from(step, 0),
-                    c.from(row, 0),
-                    add || step > 0,
-                );
-            }
-        }
     }
 }
