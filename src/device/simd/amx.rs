@@ -341,8 +341,9 @@ mod tests {
             return;
         }
         // SAFETY: the unit is there.
-        let outer = unsafe { Configured::begin() };
-        drop(unsafe { Configured::begin() });
+        let begin = || unsafe { Configured::begin() };
+        let outer = begin();
+        drop(begin());
         assert_eq!(Shapes::current().palette, 1, "what runs inside leaves the tiles configured");
         drop(outer);
         assert_eq!(Shapes::current().palette, 0, "a thread's tiles are given back");
