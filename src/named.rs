@@ -51,6 +51,12 @@ pub enum NamedError {
         /// The names that are near, else those there are.
         hint: String,
     },
+    /// What only a GPU has.
+    #[error("'{text}' needs --device cuda")]
+    Cuda {
+        /// What was given.
+        text: String,
+    },
     /// No such parameter.
     #[error("'{name}' has no parameter '{key}'; it has {known}")]
     Parameter {

@@ -53,9 +53,15 @@ pub const KERNELS: &[KernelEntry] = &[reference::ENTRY, naive::ENTRY, tiled::ENT
 /// When there is no such kernel or parameter, or a value is wrong.
 pub fn kernel(text: &str) -> Result<Box<dyn Kernel>, NamedError> {
     let named: Named = text.parse()?;
-    let entry = named.find("kernel", KERNELS, |entry| entry.name)?;
-    named.check(entry.parameters)?;
-    (entry.build)(&named)
+    let built = || {
+        let entry = named.find("kernel", KERNELS, |entry| entry.name)?;
+        named.check(entry.parameters)?;
+        (entry.build)(&named)
+    };
+    built().map_err(|error| match cuda::cuda_kernel(text) {
+        Ok(_) => NamedError::Cuda { text: text.into() },
+        Err(_) => error,
+    })
 }
 
 /// Most queries that `decode` is for: it reads keys and values once for each of them, and `tiled` packs tiles first.

@@ -135,7 +135,10 @@ impl Params {
     /// When the scale is not finite, the soft-cap not positive, or the window zero.
     pub fn check(&self) -> Result<(), AttentionError> {
         if !self.scale.is_finite() {
-            return Err(AttentionError::Option(format!("scale is {}; it must be finite", self.scale)));
+            return Err(AttentionError::Option(format!(
+                "scale is {}; it must be finite (f32 ends at 3.4e38)",
+                self.scale
+            )));
         }
         if let Some(cap) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(AttentionError::Option(format!("soft-cap is {cap}; it must be finite and above 0")));

@@ -151,8 +151,10 @@ impl ReadingArgs {
         let mut writes = vec![("--output", self.output.as_path())];
         writes.extend(self.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
         output::check_files(&[("--text", self.text.as_path())], &writes)?;
-        if self.chunk == 0 || self.tokens == Some(0) {
-            return Err(Failure::usage("--chunk and --tokens must be at least 1".into()));
+        for (option, count) in [("--chunk", Some(self.chunk)), ("--tokens", self.tokens)] {
+            if count == Some(0) {
+                return Err(Failure::usage(format!("{option} is 0; it must be at least 1")));
+            }
         }
         let folder = locate(&self.model)?;
         let config = Config::read(&folder)?;

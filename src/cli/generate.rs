@@ -36,8 +36,8 @@ Examples:
 #[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Text to continue
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, required_unless_present = "context")]
-    #[arg(conflicts_with = "context")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, conflicts_with = "context")]
+    #[arg(required_unless_present_any = ["context", "question"])]
     prompt: Option<String>,
     /// Text that questions are about; it is answered with the full cache and with the evicted one
     #[arg(long, value_name = "FILE", requires = "question")]

@@ -3,6 +3,7 @@
 use super::failure::Failure;
 use super::output;
 use crate::attention::KERNELS;
+use crate::attention::cuda::CUDA_KERNELS;
 use crate::episodic::{EPISODES, FACT_MEMORIES};
 use crate::experiment::SHIPPED;
 use crate::experiment::measure::MEASURES;
@@ -105,9 +106,7 @@ impl Things {
 
     fn rows(self, registry: &Registry) -> Vec<Row> {
         match self {
-            Things::Kernels => {
-                KERNELS.iter().map(|entry| Row::new(entry.name, entry.about, entry.parameters)).collect()
-            }
+            Things::Kernels => kernels(),
             Things::Policies => policies(registry),
             Things::Formats => {
                 let rows = FORMATS.iter().map(|entry| Row::new(entry.name, entry.about, &entry.all_parameters()));
@@ -139,6 +138,18 @@ impl Things {
             Things::Experiments => SHIPPED.iter().map(|(name, text)| experiment(name, text)).collect(),
         }
     }
+}
+
+/// Kernels of the CPU, with what they take on a GPU besides, and those that GPUs alone have.
+fn kernels() -> Vec<Row> {
+    let on_cpu = |name: &str| KERNELS.iter().any(|entry| entry.name == name);
+    let of_cuda = |name: &str| CUDA_KERNELS.iter().find(|kernel| kernel.name() == name);
+    let rows = KERNELS.iter().map(|entry| {
+        let more = of_cuda(entry.name).map_or(&[][..], |kernel| kernel.parameters());
+        Row::new(entry.name, entry.about, &[entry.parameters, more].concat())
+    });
+    let alone = CUDA_KERNELS.iter().filter(|kernel| !on_cpu(kernel.name()));
+    rows.chain(alone.map(|kernel| Row::new(kernel.name(), kernel.about(), kernel.parameters()))).collect()
 }
 
 /// A model that plans know.

@@ -175,7 +175,8 @@ fn wrong_arguments(error: clap::Error) -> Failure {
     let paragraphs = text.strip_prefix("error: ").unwrap_or(&text).split("\n\n");
     let said = paragraphs.filter(|text| !text.starts_with("Usage:") && !text.starts_with("For more information"));
     let said = said.map(str::trim).collect::<Vec<_>>().join("; ");
-    Failure::usage(said.replace("invalid digit found in string", "a whole number without a sign is needed"))
+    let said = said.replace("invalid digit found in string", "a whole number without a sign is needed");
+    Failure::usage(said.replace("number would be zero for non-zero type", "at least 1 is needed"))
 }
 
 /// What a text file that `--text` names says.

@@ -140,7 +140,7 @@ impl Buffers {
             up: plain(rows * config.ffn)?,
             angles: plain(rows * config.head_dim)?,
             logits: plain(setup.logit_rows() * config.vocab)?,
-            scratch: arena.alloc(Label::Workspace, linear::scratch(config, rows, threads))?,
+            scratch: arena.alloc(Label::Workspace, linear::scratch(config, setup, threads))?,
         })
     }
 
@@ -152,7 +152,7 @@ impl Buffers {
         let sheets = [config.hidden, config.q_width(), config.ffn];
         let sheets: u64 = sheets.map(|width| PaddedRows::bytes(rows, width, setup)).iter().sum();
         let rounded = 2 * rounded_queries(config, setup) as u64;
-        let scratch = linear::scratch(config, rows, threads);
+        let scratch = linear::scratch(config, setup, threads);
         [(Label::Activations, 4 * plain as u64 + sheets + rounded), (Label::Workspace, 4 * scratch as u64)]
     }
 }

@@ -1,24 +1,30 @@
 //! Linear layers: `y[T, N] = x[T, K] w[N, K]ᵀ (+ b)`, with activations in f32 and weights in their own format
-//! ([`crate::device::simd::linear`] says where activations are rounded).
+//! ([`crate::device::simd::panel`] says where activations are rounded).
 //!
 //! Threads take rows of `w`, so every element of `y` has one owner and the bits do not depend on their number. Layers that read the same
 //! rows of `x` are one parallel loop, because for a single token the time in which threads wait for each other counts.
 
-use super::Config;
 use super::padded::PaddedRows;
 use super::weights::Matrix;
+use super::{Config, Setup};
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
 use crate::device::simd::Isa;
 use crate::device::simd::integers::{Codes, Integers, Quad};
-use crate::device::simd::linear::{Columns, FEW, Few, PANEL, Panel, Stripes, Widen, padded_rows, panel_scratch};
+use crate::device::simd::linear::{Columns, FEW, Few, Stripes};
+use crate::device::simd::panel::{PANEL, Panel, Rounded, Widen, padded_rows, panel_scratch, rounded_scratch, rounds};
 use crate::format::with_codec;
 use crate::memory::Buffer;
+use crate::tensor::{DType, Rows};
 use rayon::prelude::*;
 use std::ops::Range;
 
 /// Fewest rows of `w` that a thread takes at a time when it does not pack them.
 const FEW_ROWS: usize = 16;
+/// What rows of `w` that are packed together are a multiple of: tiles of registers and of matrix units are whole then.
+const PANEL_STEP: usize = 32;
+/// Rows of `x` that a thread rounds at a time.
+const ROUNDED_ROWS: usize = 48;
 
 /// A weight matrix `[N, K]` and perhaps a bias `[N]`.
 pub(super) struct Linear {
@@ -74,22 +80,38 @@ impl Linear {
             None => (&*x.data, scratch),
         };
         let integers = x.as_integers(cpu, rows);
+        let as_integers = |layer: &Linear| integers.zip(layer.codes());
+        let is_rounded = |layer: &Linear| layer.may_round() && as_integers(layer).is_none();
+        let any_is = layers.iter().any(|(layer, ..)| is_rounded(layer));
+        let (rounded, scratch) = match any_is && rows > FEW && x.rounds && rounds(cpu.isa()) {
+            true => {
+                let (rounded, scratch) = scratch.split_at_mut(rounded_scratch(rows, x.width));
+                round(cpu, data, x, rows, rounded);
+                (Some(&*rounded), scratch)
+            }
+            false => (None, scratch),
+        };
         let products = layers.map(|(layer, y, stride)| {
             assert_eq!(x.width, layer.weight.width(), "inner extents of a linear layer differ");
             let y = Stripes::new(y, stride, rows, layer.weight.rows());
-            Product { layer, integers: integers.zip(layer.codes()), x, data, rows, y, isa: cpu.isa() }
+            let (integers, rounded) = (as_integers(layer), rounded.filter(|_| is_rounded(layer)));
+            Product { layer, integers, x, data, rounded, rows, y, isa: cpu.isa() }
         });
+        let are_packed = rows > FEW && products.iter().any(|product| product.integers.is_none());
+        let width: usize = products.iter().map(|product| product.width()).sum();
         // Rows of `w` that a thread takes at a time.
-        let share = match rows <= FEW || products.iter().all(|product| product.integers.is_some()) {
+        let share = |product: &Product<'_>| match are_packed {
+            // As many panels for each thread: all would wait for one more.
             true => {
-                let width: usize = products.iter().map(|product| product.width()).sum();
-                width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS)
+                let panels = product.width().div_ceil(PANEL).next_multiple_of(cpu.threads());
+                product.width().div_ceil(panels).next_multiple_of(PANEL_STEP)
             }
-            false => PANEL,
+            false => width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS),
         };
+        let shares = products.each_ref().map(share);
         let slots = Slots::new(scratch, cpu.threads());
         let unit = |mut unit: usize| {
-            for product in &products {
+            for (product, share) in products.iter().zip(shares) {
                 let units = product.width().div_ceil(share);
                 if unit < units {
                     return product.part(unit * share..product.width().min((unit + 1) * share), &slots);
@@ -97,8 +119,13 @@ impl Linear {
                 unit -= units;
             }
         };
-        let units: usize = products.iter().map(|product| product.width().div_ceil(share)).sum();
+        let units: usize = products.iter().zip(shares).map(|(product, share)| product.width().div_ceil(share)).sum();
         cpu.install(|| (0..units).into_par_iter().with_max_len(1).for_each(unit));
+    }
+
+    /// Whether what it reads may be rounded to bf16 where that is multiplied faster.
+    fn may_round(&self) -> bool {
+        matches!(self.weight.all(), Rows::Bf16(_) | Rows::Coded(_))
     }
 
     /// How codes lie, where rows of weights can be multiplied as whole numbers.
@@ -115,6 +142,8 @@ struct Product<'a> {
     x: &'a PaddedRows,
     /// Rows of `x` with columns as the layer's lie.
     data: &'a [f32],
+    /// The same, rounded, where they are multiplied so.
+    rounded: Option<&'a [f32]>,
     rows: usize,
     y: Stripes<'a>,
     isa: Isa,
@@ -150,7 +179,7 @@ impl Product<'_> {
                 with_codec!(format, reader => isa.run(Widen { rows, reader, columns, dtype, to }));
             };
             slots.with(|scratch| {
-                isa.run_bf16(Panel { columns, widen: &widen, rounds: self.x.rounds, scratch, y });
+                isa.run_bf16(Panel { columns, rounded: self.rounded, widen: &widen, scratch, y });
             });
         }
     }
@@ -173,9 +202,21 @@ fn sort(cpu: &Cpu, order: &[u32], x: &PaddedRows, rows: usize, to: &mut [f32]) {
     }
 }
 
-/// Scratch elements of the linear layers of a model for at most `rows` rows.
-pub(super) fn scratch(config: &Config, rows: usize, threads: usize) -> usize {
-    let widest = config.hidden.max(config.q_width()).max(config.ffn);
+/// Rounds rows of `x`, whose columns lie as `data` has them, to pairs of bf16.
+fn round(cpu: &Cpu, data: &[f32], x: &PaddedRows, rows: usize, to: &mut [f32]) {
+    let stride = to.len() / padded_rows(rows);
+    let parts = data[..padded_rows(rows) * x.stride].par_chunks(ROUNDED_ROWS * x.stride);
+    let parts = parts.zip(to.par_chunks_mut(ROUNDED_ROWS * stride)).with_max_len(1);
+    cpu.install(|| parts.for_each(|(x_rows, to)| cpu.isa().run_bf16(Rounded { x: x_rows, stride: x.stride, to })));
+}
+
+/// Scratch elements of the linear layers of a model in a pass.
+pub(super) fn scratch(config: &Config, setup: &Setup<'_>, threads: usize) -> usize {
+    let (rows, widest) = (setup.rows(), config.hidden.max(config.q_width()).max(config.ffn));
     let sorted = if config.is_ordered() { padded_rows(rows) * widest } else { 0 };
-    sorted + if rows <= FEW { 0 } else { threads * panel_scratch(rows) }
+    if rows <= FEW {
+        return sorted;
+    }
+    let rounded = if setup.dtype == DType::F32 { 0 } else { rounded_scratch(rows, widest) };
+    sorted + rounded + threads * panel_scratch(widest)
 }

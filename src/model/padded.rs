@@ -3,7 +3,8 @@
 use super::Setup;
 use crate::device::Cpu;
 use crate::device::simd::integers::{Codes, GROUP, Integers, MOST_ROWS, Quad};
-use crate::device::simd::linear::{FEW, padded_rows};
+use crate::device::simd::linear::FEW;
+use crate::device::simd::panel::padded_rows;
 use crate::format::RowFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::{DType, RowCode};

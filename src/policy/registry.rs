@@ -315,7 +315,11 @@ fn split(text: &str) -> Vec<&str> {
 }
 
 fn pieces(text: &str) -> Result<Vec<Named>, NamedError> {
-    split(text).into_iter().map(str::parse).collect()
+    let parsed = |piece: &str| match piece {
+        "" => Err(NamedError::Syntax { text: text.into() }),
+        piece => piece.parse(),
+    };
+    split(text).into_iter().map(parsed).collect()
 }
 
 /// Says why a combination makes no sense.
@@ -449,7 +453,7 @@ mod tests {
             ("snapkv+knorm", "unknown part of a policy 'knorm'"),
             ("snapkw", "unknown policy 'snapkw'; did you mean 'snapkv'"),
             ("ada-snapkv:widow=3", "'ada-snapkv' has no parameter 'widow'; it has window, kernel"),
-            ("snapkv+", "'' is not of the form NAME"),
+            ("snapkv+", "'snapkv+' is not of the form NAME"),
             ("snapkv+ada:floor=2", "ada: floor is '2'; it must be"),
             ("snapkv@factory:kernel=4", "kernel is '4'; it must be odd"),
             ("snapkv@mine", "unknown policy 'snapkv@mine'"),

@@ -47,9 +47,13 @@ impl FromStr for Asked {
             "tree" => Method::Tree,
             _ => return Err(wrong()),
         };
-        let parse =
-            |ranks: &str| ranks.parse().ok().filter(|ranks| (1..=MOST_THREADS).contains(ranks)).ok_or_else(wrong);
-        Ok(Asked { method, threads: ranks.map(parse).transpose()? })
+        let threads = ranks.map(|ranks| ranks.parse().map_err(|_| wrong())).transpose()?;
+        match threads {
+            Some(threads) if !(1..=MOST_THREADS).contains(&threads) => {
+                Err(format!("'{text}' asks for {threads} threads; 1 to {MOST_THREADS} are possible"))
+            }
+            threads => Ok(Asked { method, threads }),
+        }
     }
 }
 

@@ -416,6 +416,7 @@ fn wrong_options_are_named_in_one_line() {
         (&["--kernel", "tiled:br=0"], 2, "tiled: br is '0'; it must be a whole number of at least 1"),
         (&["--kernel", "tiled:bc=5000"], 2, "bc is '5000'; it must be at most 4096"),
         (&["--kernel", "naive:br=4"], 2, "'naive' has no parameter 'br'; it has none"),
+        (&["--kernel", "hopper"], 2, "'hopper' needs --device cuda"),
         (&["--kernel", "tiled:"], 2, "'tiled:' is not of the form NAME"),
         (&["--kernel", ""], 2, "is not of the form NAME"),
         (&["--kv-format", "int5"], 2, "unknown format 'int5'"),

@@ -373,6 +373,7 @@ fn wrong_options_are_named_in_one_line() {
         (&["--kv-format", "q4_0"], 2, "the head dim is 16; q4_0 keeps rows whose width is a multiple of 32"),
         (&["--policy", "snap"], 2, "unknown policy 'snap'; did you mean 'snapkv'"),
         (&["--policy", ""], 2, "is not of the form NAME"),
+        (&["--policy", "snapkv+"], 2, "'snapkv+' is not of the form NAME"),
         (&["--policy", "snapkv:"], 2, "'snapkv:' is not of the form NAME"),
         (&["--policy", "snapkv:sinks=1"], 2, "'snapkv' has no parameter 'sinks'; it has window, kernel, pool"),
         (&["--policy", "snapkv:kernel=4"], 2, "snapkv: kernel is '4'; it must be odd"),

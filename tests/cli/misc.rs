@@ -80,10 +80,11 @@ fn kernels_are_listed_with_their_parameters() {
     let listed: Value = serde_json::from_str(&stdout(&["list", "kernels", "--json", "-"])).unwrap();
     let names: Vec<_> = listed.as_array().unwrap().iter().map(|row| row["name"].as_str().unwrap()).collect();
     let known: Vec<_> = kvsieve::attention::KERNELS.iter().map(|entry| entry.name).collect();
-    assert_eq!(names, known);
+    assert_eq!(names, [known, vec!["hopper"]].concat());
     let tiled = listed.as_array().unwrap().iter().find(|row| row["name"] == "tiled").unwrap();
     assert_eq!(tiled["parameters"][0]["name"], "br");
     assert_eq!(tiled["parameters"][1]["default"], "auto");
+    assert_eq!(tiled["parameters"][2]["name"], "deterministic");
 }
 
 #[test]
@@ -206,6 +207,14 @@ fn wrong_arguments_are_one_line_and_status_2() {
         (&["kernels", "build"], "required arguments were not provided: --arch <sm_NN>"),
         (&["kernels", "build", "--arch", "sm_90"], "kernels are compiled for sm_80, "),
         (&["kernels", "build", "--arch", "sm_80", "--nvrtc", "no/such.so"], "no NVRTC to compile the kernels with"),
+        (
+            &["kernels", "build", "--arch", "sm_80", "--jobs", "0"],
+            "invalid value '0' for '--jobs <N>': at least 1 is needed",
+        ),
+        (
+            &["generate", "--model", "builtin", "--question", "Who?"],
+            "error: the following required arguments were not provided: --context <FILE>\n",
+        ),
         (&["doctor", "--now"], "unexpected argument '--now'"),
     ];
     for (arguments, expected) in cases {

@@ -172,7 +172,7 @@ fn what_cannot_be_shared_is_one_line_and_status_2() {
     input(folder.path(), 20);
     let cases: [(&[&str], &str); 5] = [
         (&["--ranks", "ring:11"], "20 tokens cannot be shared by 11 ranks; at least 22 tokens"),
-        (&["--ranks", "ring:0"], "'ring:0' is not a way to share attention out"),
+        (&["--ranks", "ring:0"], "'ring:0' asks for 0 threads; 1 to 64 are possible"),
         (&["--ranks", "star:4"], "'star:4' is not a way to share attention out"),
         (&["--ranks", "ring:2", "--window", "4"], "a window of 4 is not available over ranks"),
         (&["--ranks", "tree:2", "--backward"], "--backward is not available over a tree"),

@@ -72,6 +72,10 @@ impl CudaKernel for Hopper {
         "hopper"
     }
 
+    fn about(&self) -> &'static str {
+        "tiled for H100 and H200, with wgmma and TMA (--device cuda; bf16, f16; D 64, 128, 256)"
+    }
+
     fn plan(&self, shape: &Shape, params: &Params, rows: GpuRows, limits: &Limits) -> Result<Plan, AttentionError> {
         let dtype = elements_of(self.name(), rows)?;
         let unsupported = |what, instead| AttentionError::Unsupported { kernel: self.name(), what, instead };

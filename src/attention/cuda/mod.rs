@@ -31,6 +31,11 @@ pub trait CudaKernel: Sync {
     /// Its name on the command line and in records.
     fn name(&self) -> &'static str;
 
+    /// One line for `kvsieve list kernels`, if no kernel of the CPU has the name.
+    fn about(&self) -> &'static str {
+        ""
+    }
+
     /// Its parameters.
     fn parameters(&self) -> &'static [Parameter] {
         &[]

@@ -1,30 +1,19 @@
 //! Products with the rows of a weight matrix: `y = x wᵀ + b`, where rows of `w` are read in the format in which they are
 //! kept: plain elements, or bytes that a [`RowReader`] makes vectors of.
 //!
-//! Many rows of `x` share what is packed: [`Panel`] turns some rows of `w` into the layout of [`super::product`], a depth
-//! of [`DEPTH`] at a time, and multiplies all of `x` by it. For few rows of `x` packing would cost more than the
-//! product: [`Few`] reads each row of `w` once, where it lies, from its beginning to its end, at the speed of the memory.
-//! Either way each element of `y` is one sum in one order, whoever computes it.
-//!
-//! Where the processor multiplies pairs of bf16 and `w` is bf16, or coded, a [`Panel`] rounds `x` (and what coded `w` stands for) to
-//! bf16 too if it may: twice the speed, and what GPUs and other libraries do with such weights. [`Few`] waits for the memory and
-//! keeps `x` as it is.
+//! For few rows of `x` packing `w` would cost more than the product: [`Few`] reads each row of `w` once, where it lies, from its
+//! beginning to its end, at the speed of the memory, and keeps `x` as it is. More rows share what is packed:
+//! [`super::panel`]. Either way each element of `y` is one sum in one order, whoever computes it.
 
-use super::pack::{Packed, transposed, units_along};
-use super::product::{Extents, Left, ROWS, Right, product};
 use super::reader::RowReader;
 use super::row_list::LINE_BYTES;
 use super::rows::tile;
 use super::vector::each;
-use super::{Native, Simd, SimdBf16Op, SimdOp, Unit, narrow};
-use crate::tensor::{DType, Rows};
+use super::{Simd, SimdOp};
+use crate::tensor::Rows;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Most rows of `w` that are packed together.
-pub const PANEL: usize = 128;
-/// Elements of these rows that are packed at a time.
-const DEPTH: usize = 256;
 /// Rows of `x` up to which `w` is not packed.
 pub const FEW: usize = 8;
 /// How far ahead of what is multiplied memory is asked for: on Zen 5 a token of SmolLM2 from bf16 takes 9.2 ms without, 7.6 at 1 KiB, 7.0 at
@@ -32,17 +21,6 @@ pub const FEW: usize = 8;
 pub(super) const AHEAD_BYTES: usize = 4096;
 /// Rows of `w` in a register tile of [`Few`].
 pub(super) const TILE: usize = 4;
-
-/// Scratch elements of a [`Panel`] for so many rows of `x`.
-pub fn panel_scratch(rows: usize) -> usize {
-    let padded = rows.next_multiple_of(ROWS);
-    PANEL * (2 * DEPTH + padded) + padded * DEPTH / 2
-}
-
-/// Rows of `x` that must be readable for so many to be multiplied.
-pub fn padded_rows(rows: usize) -> usize {
-    rows.next_multiple_of(ROWS)
-}
 
 /// A row-major matrix of which threads write different columns.
 pub struct Stripes<'a> {
@@ -103,145 +81,10 @@ pub struct Columns<'a, X = f32> {
 impl Columns<'_> {
     /// Checks that `x` holds `rows` rows.
     #[inline(always)]
-    fn check(&self, rows: usize) {
+    pub(super) fn check(&self, rows: usize) {
         let fits = self.w.width() <= self.stride && self.stride.is_multiple_of(16);
         assert!(fits && rows * self.stride <= self.x.len(), "x in whole vectors and register tiles");
         assert!(self.bias.is_none_or(|bias| bias.len() == self.w.count()), "a bias for each row of w");
-    }
-}
-
-/// Widens columns of coded rows to elements of a type, as a [`Widen`] does.
-pub type WidenColumns<'a> = dyn Fn(Range<usize>, DType, &mut [u8]) + 'a;
-
-/// At most [`PANEL`] columns of `y`, packed. `x` holds [`padded_rows`] rows.
-pub struct Panel<'a> {
-    /// What is multiplied.
-    pub columns: Columns<'a>,
-    /// Widens some columns of `w` where it is coded, to elements of a type, one behind another.
-    pub widen: &'a WidenColumns<'a>,
-    /// Whether `x` may be rounded to bf16 where `w` is bf16 or coded.
-    pub rounds: bool,
-    /// [`panel_scratch`] elements.
-    pub scratch: &'a mut [f32],
-    /// All of `y`.
-    pub y: &'a Stripes<'a>,
-}
-
-impl SimdBf16Op for Panel<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Native>(self, simd: S) {
-        match self.columns.w {
-            Rows::Bf16(_) | Rows::Coded(_) if self.rounds => self.over::<S, S::Bf16>(simd),
-            _ => self.over::<S, f32>(simd),
-        }
-    }
-}
-
-impl Panel<'_> {
-    #[inline(always)]
-    fn over<S: Simd, U: Packed<S>>(self, simd: S) {
-        let Panel { columns: part, widen, scratch, y, .. } = self;
-        let (count, padded) = (part.w.count(), part.rows.next_multiple_of(ROWS));
-        assert!(count <= PANEL, "{count} rows of w");
-        part.check(padded);
-        let (packed, scratch) = scratch.split_at_mut(PANEL * DEPTH);
-        let (widened, scratch) = scratch.split_at_mut(PANEL * DEPTH);
-        let dtype = if U::DEPTH == 1 { DType::F32 } else { DType::Bf16 };
-        let packed: &mut [U] = bytemuck::cast_slice_mut(packed);
-        let (sums, rounded) = scratch.split_at_mut(PANEL * padded);
-        let rounded: &mut [U] = bytemuck::cast_slice_mut(rounded);
-        let columns = count.next_multiple_of(16);
-        for start in (0..part.w.width()).step_by(DEPTH) {
-            let width = DEPTH.min(part.w.width() - start);
-            let w = match part.w {
-                Rows::Coded(_) => {
-                    let widened = &mut bytemuck::cast_slice_mut(widened)[..count * width * dtype.bytes()];
-                    widen(start..start + width, dtype, widened);
-                    Rows::contiguous(dtype, widened, [count, width])
-                }
-                plain => plain.columns(start..start + width),
-            };
-            transposed::<S, U>(simd, |row| w.skip(row), count, width, columns, packed, PANEL);
-            let x = match U::DEPTH {
-                1 => {
-                    let units = bytemuck::cast_slice(&part.x[start..]);
-                    Left { units, row_stride: part.stride, step_stride: 1 }
-                }
-                _ => {
-                    part.round::<S, U>(simd, start, padded, rounded);
-                    Left { units: &*rounded, row_stride: DEPTH / 2, step_stride: 1 }
-                }
-            };
-            let extents = Extents { rows: padded, columns, steps: width.div_ceil(U::DEPTH) };
-            let w = Right { units: &*packed, stride: PANEL };
-            match start {
-                0 => product::<S, U, false>(simd, extents, x, w, sums, PANEL),
-                _ => product::<S, U, true>(simd, extents, x, w, sums, PANEL),
-            }
-        }
-        for (row, sums) in sums.chunks_exact(PANEL).take(part.rows).enumerate() {
-            // SAFETY: these columns are this task's alone, by the promise of `Columns::first`.
-            let to = unsafe { y.row(row, part.first..part.first + count) };
-            to.copy_from_slice(&sums[..count]);
-            if let Some(bias) = part.bias {
-                to.iter_mut().zip(bias).for_each(|(to, bias)| *to += bias);
-            }
-        }
-    }
-}
-
-/// Some columns of coded rows, widened.
-pub struct Widen<'a, R> {
-    /// The rows, whole.
-    pub rows: Rows<'a>,
-    /// What reads them.
-    pub reader: R,
-    /// The columns; the first is a multiple of 256.
-    pub columns: Range<usize>,
-    /// What becomes of elements.
-    pub dtype: DType,
-    /// Room for all of them.
-    pub to: &'a mut [u8],
-}
-
-impl<R: RowReader> SimdOp for Widen<'_, R> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        /// Vectors that are read together.
-        const MANY: usize = 8;
-        let Widen { rows, reader, columns, dtype, to } = self;
-        let (span, stride_bytes) = rows.span().expect("rows of a matrix lie along it");
-        assert!(columns.end <= rows.width() && rows.count() * columns.len() * dtype.bytes() == to.len());
-        let mut lanes = [0.0; MANY * 16];
-        for (row, to) in to.chunks_exact_mut(columns.len() * dtype.bytes()).enumerate() {
-            let row = span[row * stride_bytes..][..reader.row_bytes(rows.width())].as_ptr();
-            // SAFETY: the row holds the bytes of its width.
-            let scale = simd.splat(if R::SCALED { unsafe { reader.scale(row) } } else { 1.0 });
-            for (part, to) in to.chunks_mut(MANY * S::LANES * dtype.bytes()).enumerate() {
-                let (column, count) = (columns.start + part * MANY * S::LANES, to.len() / dtype.bytes());
-                let mut put = |index: usize, vector: S::Vector| {
-                    let vector = if R::SCALED { simd.mul(scale, vector) } else { vector };
-                    simd.write(&mut lanes[index * S::LANES..], vector);
-                };
-                // SAFETY: the row has these columns by the assertion above, and the last vector those that are left.
-                unsafe {
-                    if count == MANY * S::LANES {
-                        let vectors = reader.load_many::<S, MANY>(simd, row, column);
-                        vectors.into_iter().enumerate().for_each(|(index, vector)| put(index, vector));
-                    } else {
-                        for index in 0..count.div_ceil(S::LANES) {
-                            let (at, left) = (column + index * S::LANES, S::LANES.min(count - index * S::LANES));
-                            put(index, reader.load_part(simd, row, at, left));
-                        }
-                    }
-                }
-                narrow(simd, dtype, &lanes[..count], to);
-            }
-        }
     }
 }
 
@@ -366,18 +209,6 @@ unsafe fn four<S: Simd, R: RowReader, const QUERIES: usize>(
         }
     }
     sums
-}
-
-impl Columns<'_> {
-    /// Rounds columns `start ..` of `x`, as many as [`DEPTH`] or the rest, into units of two, `DEPTH / 2` to a row.
-    #[inline(always)]
-    fn round<S: Simd, U: Unit<S>>(&self, simd: S, start: usize, rows: usize, to: &mut [U]) {
-        // Behind the width rows of `x` hold zeros, up to whole vectors; beyond those there is nothing to read.
-        let end = self.stride.min(start + DEPTH);
-        for (row, to) in self.x.chunks_exact(self.stride).zip(to.chunks_exact_mut(DEPTH / 2)).take(rows) {
-            units_along::<S, U>(simd, &row[start..end], to);
-        }
-    }
 }
 
 impl<X> Columns<'_, X> {

@@ -22,6 +22,7 @@ pub(crate) mod linear;
 pub(crate) mod loops;
 pub(crate) mod math;
 pub(crate) mod pack;
+pub(crate) mod panel;
 mod portable;
 pub(crate) mod product;
 pub mod reader;

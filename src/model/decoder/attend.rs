@@ -10,6 +10,7 @@ use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspac
 use crate::cache::Sequences;
 use crate::memory::{Arena, ArenaError, Label};
 use crate::model::evictor::QueryRecorder;
+use crate::model::norm::SERIAL;
 use crate::model::padded::PaddedRows;
 use crate::model::{Config, ModelError};
 use crate::named::NamedError;
@@ -34,12 +35,19 @@ pub(super) fn roomy(config: &Config, most_rows: usize, batch: usize, q_len: usiz
 
 /// Copies outputs `[B, Hq, Lq, D]` to the rows from `first` on that the output projection reads.
 pub(super) fn hand_on(outputs: &Outputs, shape: &Shape, attended: &mut PaddedRows, first: usize) {
-    let Shape { q_heads, q_len, head_dim, .. } = *shape;
+    let Shape { batch, q_heads, q_len, head_dim, .. } = *shape;
     let o: &[f32] = bytemuck::cast_slice(outputs.o.bytes());
-    for (index, o) in o.chunks_exact(head_dim).enumerate() {
-        let (token, head) = (index % q_len, index / q_len % q_heads);
-        let to = attended.row_mut(first + index / (q_len * q_heads) * q_len + token);
-        to[head * head_dim..][..head_dim].copy_from_slice(o);
+    let stride = attended.stride;
+    let hand_on = |(row, to): (usize, &mut [f32])| {
+        let (sequence, token) = (row / q_len, row % q_len);
+        for (head, to) in to.chunks_exact_mut(head_dim).take(q_heads).enumerate() {
+            to.copy_from_slice(&o[((sequence * q_heads + head) * q_len + token) * head_dim..][..head_dim]);
+        }
+    };
+    let rows = &mut attended.data[first * stride..][..batch * q_len * stride];
+    match rows.len() < SERIAL {
+        true => rows.chunks_exact_mut(stride).enumerate().for_each(hand_on),
+        false => rows.par_chunks_exact_mut(stride).enumerate().for_each(hand_on),
     }
 }
 

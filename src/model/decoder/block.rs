@@ -1,11 +1,14 @@
 //! One block: attention and MLP, each behind its norm and added to the residual stream.
 
 use super::{Buffers, Chunk, Decoder};
+use crate::device::Cpu;
 use crate::device::simd::loops::add_scaled;
 use crate::model::hook::Activation;
 use crate::model::linear::Linear;
+use crate::model::norm::SERIAL;
 use crate::model::{ModelError, mlp, rope};
 use crate::tensor::{DType, TensorView};
+use rayon::prelude::*;
 
 /// Rows `[batch * tokens, heads * D]` as `[batch, heads, tokens, D]`.
 pub(super) fn heads(rows: &[f32], batch: usize, tokens: usize, heads: usize) -> TensorView<'_> {
@@ -16,6 +19,17 @@ pub(super) fn heads(rows: &[f32], batch: usize, tokens: usize, heads: usize) -> 
 pub(super) fn heads_of(dtype: DType, rows: &[u8], batch: usize, tokens: usize, heads: usize) -> TensorView<'_> {
     let head_dim = rows.len() / (dtype.bytes() * batch * tokens * heads);
     TensorView::contiguous(dtype, [batch, tokens, heads, head_dim], rows).permuted([0, 2, 1, 3])
+}
+
+/// Adds what a part of a block makes of the residual stream to it.
+fn add(cpu: &Cpu, stream: &mut [f32], projected: &[f32]) {
+    match stream.len() < SERIAL {
+        true => add_scaled(cpu.isa(), stream, 1.0, projected),
+        false => {
+            let parts = stream.par_chunks_mut(SERIAL).zip(projected.par_chunks(SERIAL));
+            parts.for_each(|(stream, projected)| add_scaled(cpu.isa(), stream, 1.0, projected));
+        }
+    }
 }
 
 impl Decoder<'_> {
@@ -42,12 +56,22 @@ impl Decoder<'_> {
             hook.rows(layer, Activation::QBeforeRope, &q[..rows * q_width]);
             hook.rows(layer, Activation::KBeforeRope, &k[..rows * kv_width]);
         }
-        let heads_of = q.chunks_exact_mut(q_width).zip(k.chunks_exact_mut(kv_width));
-        for ((q, k), angles) in heads_of.zip(angles.chunks_exact(head_dim)).take(rows) {
+        // A memory rotates keys itself.
+        let rotates_keys = self.memory.is_none();
+        let rotate = |((q, k), angles): ((&mut [f32], &mut [f32]), &[f32])| {
             rope::rotate(q, angles);
-            // A memory rotates keys itself.
-            if self.memory.is_none() {
+            if rotates_keys {
                 rope::rotate(k, angles);
+            }
+        };
+        match rows * q_width < SERIAL {
+            true => {
+                let heads_of = q.chunks_exact_mut(q_width).zip(k.chunks_exact_mut(kv_width));
+                heads_of.zip(angles.chunks_exact(head_dim)).take(rows).for_each(rotate);
+            }
+            false => {
+                let heads_of = q.par_chunks_exact_mut(q_width).zip(k.par_chunks_exact_mut(kv_width));
+                heads_of.zip(angles.par_chunks_exact(head_dim)).take(rows).for_each(rotate);
             }
         }
         if let Some(hook) = self.hook {
@@ -76,7 +100,7 @@ impl Decoder<'_> {
         if let Some(norm) = after_attention {
             norm.in_place(cpu, &mut projected[..added]);
         }
-        add_scaled(cpu.isa(), stream, 1.0, &projected[..added]);
+        add(cpu, stream, &projected[..added]);
 
         before_mlp.rows(cpu, stream, &mut normed.data, normed.stride);
         if let Some(hook) = self.hook {
@@ -97,7 +121,7 @@ impl Decoder<'_> {
         if let Some(norm) = after_mlp {
             norm.in_place(cpu, &mut projected[..added]);
         }
-        add_scaled(cpu.isa(), stream, 1.0, &projected[..added]);
+        add(cpu, stream, &projected[..added]);
         Ok(())
     }
 
