@@ -61,13 +61,13 @@ pub struct Args {
     #[arg(long)]
     causal: bool,
     /// A query sees its own key and the W-1 before it, and no later one
-    #[arg(long, value_name = "W", allow_negative_numbers = true)]
+    #[arg(long, value_name = "W")]
     window: Option<usize>,
     /// Soft-cap of the logits, C * tanh(logit / C): after the scale, before the mask
-    #[arg(long, value_name = "C", allow_negative_numbers = true)]
+    #[arg(long, value_name = "C")]
     softcap: Option<f32>,
     /// Factor of the inner products [default: 1/sqrt(D)]
-    #[arg(long, value_name = "S", allow_negative_numbers = true)]
+    #[arg(long, value_name = "S")]
     scale: Option<f32>,
     /// Convert the inputs to this type after loading [default: the file's]
     #[arg(long, value_name = "f32|bf16|f16")]
@@ -86,7 +86,7 @@ pub struct Args {
     #[command(flatten)]
     compute: Compute,
     /// Timed passes
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
+    #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = "What is reported")]
     repeat: u32,
     /// Write every allocation and release of memory, in order, as JSON

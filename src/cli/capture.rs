@@ -34,10 +34,10 @@ pub struct ReadingArgs {
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
     /// Most tokens of the text [default: all]
-    #[arg(long, value_name = "N", value_parser = units::parse_tokens, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = units::parse_tokens)]
     tokens: Option<usize>,
     /// Tokens that go through the model together
-    #[arg(long, value_name = "N", default_value_t = 512, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 512)]
     chunk: usize,
     /// Run a text that is longer than the model was made for
     #[arg(long)]
@@ -57,7 +57,7 @@ pub struct ReadingArgs {
 #[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Layers, the lowest being 0 [default: all]
-    #[arg(long, value_name = "N", value_delimiter = ',', allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_delimiter = ',')]
     layers: Vec<usize>,
     #[command(flatten)]
     reading: ReadingArgs,

@@ -3,9 +3,9 @@
 
 mod windows;
 
-use super::Compute;
 use super::failure::Failure;
 use super::run::Way;
+use super::{Compute, command_line};
 use crate::eval::{Protocol, Windows};
 use crate::experiment::axes::{BudgetText, Many};
 use crate::experiment::measure::Measure;
@@ -85,15 +85,14 @@ pub struct Args {
     policy_file: Option<PathBuf>,
     /// What may stay: fractions (0.25), tokens per KV head (512) or bytes of all layers (64MiB) [default: 0.5; of
     /// the built-in model also 0.25, 0.125 and 0.0625]
-    #[arg(long, value_name = "BUDGET", value_delimiter = ',', allow_negative_numbers = true)]
+    #[arg(long, value_name = "BUDGET", value_delimiter = ',')]
     budget: Vec<String>,
     /// Lengths of context, question and answer together, in tokens of the model
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1k", conflicts_with = "evict_after")]
-    #[arg(allow_negative_numbers = true)]
     context: Vec<String>,
     /// Samples of each task, or pieces or windows of the text at most [default: 10, of the built-in
     /// model 20; all windows]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     samples: Option<usize>,
     /// What is scored and evicted together: agnostic, aware, aware-kept or aware-whole; or, with --text and nothing evicted,
     /// perplexity in windows: wikitext (2048 tokens) or llama-perplexity (512, second half) [default: agnostic]
@@ -110,7 +109,7 @@ pub struct Args {
     evict_after: Option<String>,
     /// Most tokens of an answer, or tokens of a piece of the text behind the eviction [default: twice the right answer's and
     /// 8; 128 of a text]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     new_tokens: Option<usize>,
     /// Kernels of attention where several tokens go through together (see `kvsieve list kernels`) [default: tiled]
     #[arg(long, value_name = "KERNEL", value_parser = named)]
@@ -195,6 +194,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let (mut windows, mut protocols) = (Vec::new(), Vec::new());
     for named in &args.protocol {
         match *named {
+            Named::Windows(of_text) if windows.contains(&of_text) => {}
             Named::Windows(of_text) => windows.push(of_text),
             Named::Question(protocol) => protocols.push(protocol),
         }
@@ -219,7 +219,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         compute: &args.compute,
         json: args.json.is_some(),
     };
-    way.go(&[(spec, "eval".into(), args.repro())]).map_err(|failure| failure.reworded(in_options))
+    way.go(&[(spec, "eval".into(), command_line())]).map_err(|failure| failure.reworded(in_options))
 }
 
 /// What is wrong with the experiment that the options make, as somebody who typed options reads it.
@@ -293,15 +293,6 @@ impl Args {
             synthetic: None,
             grid: vec![grid],
         })
-    }
-
-    /// The command that runs it again.
-    fn repro(&self) -> String {
-        let quoted = |word: String| match word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:=,+@".contains(c)) {
-            true => word,
-            false => format!("'{}'", word.replace('\'', r"'\''")),
-        };
-        std::iter::once("kvsieve".to_string()).chain(std::env::args().skip(1).map(quoted)).collect::<Vec<_>>().join(" ")
     }
 }
 

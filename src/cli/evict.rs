@@ -67,7 +67,7 @@ pub struct Args {
     #[command(flatten)]
     file: FileArg,
     /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes (64MiB)
-    #[arg(long, value_name = "BUDGET", allow_negative_numbers = true)]
+    #[arg(long, value_name = "BUDGET")]
     budget: String,
     /// Keep keys and values in a cache of this format while they are scored and evicted: a format, or k=FORMAT,v=FORMAT
     /// (see `kvsieve list formats`) [default: as the tensors are]
@@ -78,7 +78,7 @@ pub struct Args {
     #[arg(long, value_name = "tree[:N]", conflicts_with = "kv_format")]
     ranks: Option<crate::ranks::Asked>,
     /// Seed of policies that draw numbers
-    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     #[command(flatten)]
     compute: Compute,

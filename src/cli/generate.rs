@@ -54,13 +54,13 @@ pub struct Args {
     #[arg(long)]
     chat: bool,
     /// Most tokens that follow
-    #[arg(long, value_name = "N", default_value_t = 64, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 64)]
     max_new_tokens: usize,
     /// What logits are divided by before a token is drawn; 0 takes the likeliest
-    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f32,
     /// Draw from the likeliest tokens that together have this probability
-    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
     top_p: f32,
     #[command(flatten)]
     model: ModelArgs,

@@ -31,10 +31,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
     /// Tokens of the text, and of each context with a needle
-    #[arg(long, value_name = "N", default_value = "1k", value_parser = units::parse_tokens, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value = "1k", value_parser = units::parse_tokens)]
     tokens: usize,
     /// Contexts with a needle
-    #[arg(long, value_name = "N", default_value_t = 10, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 10)]
     needles: usize,
     /// Folder to write into
     #[arg(long, value_name = "DIR")]

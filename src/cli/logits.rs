@@ -45,13 +45,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
     /// Tokens of each sequence after which the policy evicts
-    #[arg(
-        long,
-        value_name = "N",
-        requires = "policy",
-        allow_negative_numbers = true,
-        help_heading = "What is evicted"
-    )]
+    #[arg(long, value_name = "N", requires = "policy", help_heading = "What is evicted")]
     evict_after: Option<usize>,
     #[command(flatten)]
     model: ModelArgs,

@@ -60,10 +60,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
     /// Facts that scope=list has room for, the latest ones [default: those of the input; with --model at least 128]
-    #[arg(long, value_name = "N", conflicts_with = "from", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", conflicts_with = "from")]
     most_facts: Option<usize>,
     /// Seed of the memory's noise
-    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     #[command(flatten)]
     compute: Compute,

@@ -140,7 +140,16 @@ fn command() -> clap::Command {
     let hide = |command: clap::Command| {
         ["device", "nvrtc"].into_iter().fold(command, |command, name| command.mut_arg(name, |arg| arg.hide(true)))
     };
-    ON_CPU.into_iter().fold(Cli::command(), |whole, name| whole.mut_subcommand(name, hide))
+    take_negative_numbers(ON_CPU.into_iter().fold(Cli::command(), |whole, name| whole.mut_subcommand(name, hide)))
+}
+
+/// Lets `-1` be the value of any option, so that it is refused as a value and not as an option of that name.
+fn take_negative_numbers(command: clap::Command) -> clap::Command {
+    let of_option = |arg: clap::Arg| {
+        let is_option = !arg.is_positional() && arg.get_action().takes_values();
+        if is_option { arg.allow_negative_numbers(true) } else { arg }
+    };
+    command.mut_args(of_option).mut_subcommands(take_negative_numbers)
 }
 
 /// The `kvsieve` command with the policies of a registry: does what the arguments of the process say, turns an error into
@@ -179,6 +188,15 @@ fn wrong_arguments(error: clap::Error) -> Failure {
     Failure::usage(said.replace("number would be zero for non-zero type", "at least 1 is needed"))
 }
 
+/// The command that this process was started with, as a shell reads it.
+fn command_line() -> String {
+    let quoted = |word: String| match word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:=,+@".contains(c)) {
+        true => word,
+        false => format!("'{}'", word.replace('\'', r"'\''")),
+    };
+    std::iter::once("kvsieve".to_string()).chain(std::env::args().skip(1).map(quoted)).collect::<Vec<_>>().join(" ")
+}
+
 /// What a text file that `--text` names says.
 fn read_text(path: &Path) -> Result<String, Failure> {
     let wrong = |why: String| Failure::usage(format!("cannot read --text '{}': {why}", path.display()));
@@ -194,13 +212,13 @@ struct Compute {
     #[arg(long, value_name = "cpu|cuda[:N]", default_value = "cpu")]
     device: String,
     /// Threads that compute [default: RAYON_NUM_THREADS, else every core]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// NVRTC for --device cuda [default: KVSIEVE_NVRTC, else the first that doctor lists]
     #[arg(long, value_name = "libnvrtc.so")]
     nvrtc: Option<PathBuf>,
     /// Most memory that tensors may take, as 8GiB or 512MiB [default: 80% of what is available; a GPU's free memory]
-    #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes, allow_negative_numbers = true)]
+    #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes)]
     limit_memory: Option<u64>,
 }
 

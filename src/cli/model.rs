@@ -23,7 +23,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// Tokens that go through the model together
-    #[arg(long, value_name = "N", default_value_t = 512, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 512)]
     pub chunk: usize,
     /// Kernel of attention where several tokens go through together, perhaps with parameters (see `kvsieve list kernels`)
     #[arg(long, value_name = "KERNEL", default_value = "tiled")]
@@ -50,14 +50,14 @@ pub struct ModelArgs {
     #[command(flatten)]
     pub file: FileArg,
     /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes of all layers (64MiB)
-    #[arg(long, value_name = "BUDGET", requires = "policy", allow_negative_numbers = true)]
+    #[arg(long, value_name = "BUDGET", requires = "policy")]
     #[arg(help_heading = "What is evicted")]
     pub budget: Option<String>,
     /// What attention reads in place of the cache, perhaps with parameters (see `kvsieve list memories`) [default: the cache]
     #[arg(long, value_name = "MEMORY", conflicts_with_all = ["policy", "kv_format"])]
     pub memory: Option<String>,
     /// Seed of what is drawn
-    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
     #[command(flatten)]
     pub compute: Compute,

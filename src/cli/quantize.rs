@@ -52,17 +52,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE", help_heading = "Calibration")]
     text: Option<PathBuf>,
     /// Pieces of the text, spread evenly
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 32,
-        allow_negative_numbers = true,
-        requires = "text",
-        help_heading = "Calibration"
-    )]
+    #[arg(long, value_name = "N", default_value_t = 32, requires = "text", help_heading = "Calibration")]
     samples: usize,
     /// Tokens of a piece
-    #[arg(long, value_name = "N", default_value = "512", value_parser = units::parse_tokens, allow_negative_numbers = true,
+    #[arg(long, value_name = "N", default_value = "512", value_parser = units::parse_tokens,
         requires = "text", help_heading = "Calibration")]
     length: usize,
     #[command(flatten)]

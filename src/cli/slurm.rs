@@ -54,7 +54,7 @@ pub struct Args {
     #[arg(long, value_name = "NAME", value_parser = word)]
     partition: Option<String>,
     /// Most memory that tensors of a task may take, as 8GiB; Slurm is asked for an eighth and 1 GiB more
-    #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes, allow_negative_numbers = true)]
+    #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes)]
     limit_memory: Option<u64>,
 }
 

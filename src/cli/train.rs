@@ -4,7 +4,7 @@ mod loaded;
 
 use super::failure::Failure;
 use super::ranks::{self, Spelled, launched, settle};
-use super::{Compute, output};
+use super::{Compute, command_line, output};
 use crate::device::Cpu;
 use crate::experiment::environment;
 use crate::ranks::{Comm, MOST_THREADS};
@@ -122,8 +122,14 @@ enum Offload {
 pub fn run(args: &Args) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
     output::check_folder("--out", &args.out)?;
+    if args.ranks.zero > 0 && args.ranks.ranks.is_none() {
+        return Err(Failure::usage(format!("--zero {} shares things out to ranks; give --ranks N", args.ranks.zero)));
+    }
     if let Some(asked) = args.on_loaded()? {
         return asked.run(args);
+    }
+    if args.steps == Some(0) {
+        return Err(Failure::usage("--steps is 0; it must be at least 1".into()));
     }
     let spelled = Spelled { threads: "--ranks 4".into(), mpi: "--ranks mpi".into() };
     match (&args.ranks.ranks, launched()) {
@@ -160,13 +166,12 @@ impl Args {
             cpu.isa().name()
         );
         comm.agree("its recipe, arguments or vector instructions", &text, "the same of all three")?;
-        let shown = self.recipe.as_ref().map(|path| format!(" {}", path.display())).unwrap_or_default();
         let options = Options {
             out: self.out.clone(),
             resume: self.resume,
             stop_after: self.steps,
             limit_bytes,
-            environment: environment::probe(cpu.into(), &format!("kvsieve train{shown} --out {}", self.out.display())),
+            environment: environment::probe(cpu.into(), &command_line()),
         };
         let bar = if comm.rank() == 0 { ProgressBar::new(recipe.steps() as u64) } else { ProgressBar::hidden() };
         let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} steps  {wide_msg}");

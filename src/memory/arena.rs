@@ -18,8 +18,8 @@ pub enum ArenaError {
     /// The arena's limit would be passed.
     #[error(
         "out of memory: {requested_bytes} bytes for {label} requested, {live_bytes} of {limit_bytes} bytes in use; \
-         shorten the context or raise --limit-memory",
-        label = label.name()
+         {remedy} or raise --limit-memory",
+        label = label.name(), remedy = if *label == Label::Weights { "take fewer bits for weights" } else { "shorten the context" }
     )]
     Limit {
         /// What the memory was for.

@@ -76,6 +76,9 @@ pub fn audit(folder: &Path) -> Result<Audit, PlanError> {
             }
         }
     }
+    if records.is_empty() && limits.is_empty() {
+        return Err(wrong("its runs have no records".into()));
+    }
     let findings: Vec<Finding> = [
         arena(&records),
         system(&records),

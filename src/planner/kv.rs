@@ -68,7 +68,7 @@ impl FromStr for KvStore {
             (Ok(format), _) if format.keeps_full() => Err(PlanError::Value {
                 what: "format of keys and values",
                 value: format!("'{text}'"),
-                expected: "one that keeps every token alike: plans do not count tokens in full".into(),
+                expected: "it must keep every token alike: plans do not count tokens in full".into(),
             }),
             (Ok(format), _) => Ok(KvStore::Own(format)),
             (Err(_), Some(&(name, bits))) => Ok(KvStore::Other(name, bits)),

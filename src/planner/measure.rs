@@ -46,8 +46,9 @@ const TERMS: [(&str, Label); 4] = [
 /// Loads the model, reads a prompt of the scenario's context, decodes its output, and gives all back.
 ///
 /// # Errors
-/// When kvsieve does not run such a scenario, the model cannot be read, or the arena has no room.
-pub fn measure(scenario: &Scenario<'_>, cpu: &Cpu) -> Result<Measured, PlanError> {
+/// When kvsieve does not run such a scenario, it would take more than `limit_bytes`, or the model cannot be read or was made for
+/// less.
+pub fn measure(scenario: &Scenario<'_>, cpu: &Cpu, limit_bytes: u64) -> Result<Measured, PlanError> {
     let refusal = || PlanError::Value {
         what: "the scenario",
         value: scenario.words(),
@@ -56,11 +57,19 @@ pub fn measure(scenario: &Scenario<'_>, cpu: &Cpu) -> Result<Measured, PlanError
     };
     let own = Own::of(scenario).ok_or_else(refusal)?;
     let (peak, predicted) = own.bytes(cpu.threads())?.ok_or_else(refusal)?;
+    if peak > limit_bytes {
+        return Err(PlanError::Value {
+            what: "the context",
+            value: scenario.context.to_string(),
+            expected: format!("it would take {peak} bytes, and {limit_bytes} may be taken; shorten it"),
+        });
+    }
     let (prompt, output) = (scenario.context as usize, scenario.output as usize);
-    let arena = Arena::unlimited();
+    let arena = Arena::with_limit(limit_bytes);
     let before = os::reset_peak().then(os::resident).flatten();
     let grown = || Some(os::resident()?.peak_bytes.saturating_sub(before?.now_bytes));
     let model = Model::open_in(own.folder, own.format, &arena)?;
+    model.check_length(prompt + output)?;
     let (loaded, load_process) = (arena.usage().peak_bytes, grown());
     os::reset_peak();
     let setup = own.setup(model.weights.dtype());

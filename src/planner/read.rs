@@ -47,6 +47,10 @@ pub fn config(path: &Path) -> Result<Architecture, PlanError> {
     shape(&map, &folder.to_string_lossy()).map_err(wrong)
 }
 
+/// Keys of a `config.json` that say nothing of its bytes.
+const NO_BYTES: [&str; 6] =
+    ["hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps", "rope_theta", "rope_scaling"];
+
 /// The shape of a model that is written as `LlamaForCausalLM:hidden_size=4096,...`, with the keys of a `config.json`.
 ///
 /// # Errors
@@ -56,9 +60,18 @@ pub fn written(family: &str, keys: &str) -> Result<Architecture, String> {
     for part in keys.split(',') {
         let (key, value) =
             part.split_once('=').ok_or_else(|| format!("'{part}' is no key=value, as hidden_size=4096"))?;
-        map.insert(key.into(), serde_json::from_str(value).unwrap_or_else(|_| json!(value)));
+        let value = serde_json::from_str(value).unwrap_or_else(|_| json!(value));
+        if map.insert(key.into(), value).is_some() {
+            return Err(format!("it gives {key} twice"));
+        }
     }
-    shape(&map, family)
+    let fields = Fields::new(&map, "");
+    let shape = shape_of(&fields, &map, family)?;
+    for key in NO_BYTES {
+        fields.value(key);
+    }
+    fields.finish()?;
+    Ok(shape)
 }
 
 /// The shape that the keys of a `config.json` describe.
@@ -66,7 +79,11 @@ pub fn written(family: &str, keys: &str) -> Result<Architecture, String> {
 /// # Errors
 /// In words.
 pub fn shape(map: &Map<String, Value>, name: &str) -> Result<Architecture, String> {
-    let fields = Fields::new(map, "");
+    shape_of(&Fields::new(map, ""), map, name)
+}
+
+/// The same, of fields that tell which keys were read.
+fn shape_of(fields: &Fields<'_>, map: &Map<String, Value>, name: &str) -> Result<Architecture, String> {
     let named = fields.texts("architectures")?.unwrap_or_default();
     let known = || KNOWN.map(|(name, _)| name).join(", ");
     let [family] = named[..] else {
@@ -82,9 +99,9 @@ pub fn shape(map: &Map<String, Value>, name: &str) -> Result<Architecture, Strin
         return Err(format!("architecture '{family}' is not understood; known: {}", known()));
     };
     let need = |key| fields.needed(key, fields.count(key)?);
-    let tied = match map.get("tie_word_embeddings") {
-        Some(_) => fields.flag("tie_word_embeddings")?,
-        None => tied,
+    let tied = match fields.has("tie_word_embeddings") {
+        true => fields.flag("tie_word_embeddings")?,
+        false => tied,
     };
     if family == "GPT2LMHeadModel" {
         let (hidden, heads, positions) = (need("n_embd")?, need("n_head")?, need("n_positions")?);
@@ -135,10 +152,10 @@ pub fn shape(map: &Map<String, Value>, name: &str) -> Result<Architecture, Strin
         norms: if matches!(family, "Gemma2ForCausalLM" | "Gemma3ForCausalLM") { 4 } else { 2 },
         sinks: family == "GptOssForCausalLM",
         output_gate: family == "Qwen3NextForCausalLM",
-        window: window(&fields, family, layers)?,
-        experts: experts(&fields, family)?,
-        mla: if latent { Some(mla(&fields)?) } else { None },
-        linear: if family == "Qwen3NextForCausalLM" { Some(linear(&fields, layers)?) } else { None },
+        window: window(fields, family, layers)?,
+        experts: experts(fields, family)?,
+        mla: if latent { Some(mla(fields)?) } else { None },
+        linear: if family == "Qwen3NextForCausalLM" { Some(linear(fields, layers)?) } else { None },
         ..plain(name, shape)
     })
 }

@@ -59,6 +59,13 @@ pub fn versus(a: &Run, b: &Run) -> Versus {
     let others = [(gone, "only in the first"), (new, "only in the second")];
     let others = others.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!(", {count} {what}"));
     text.push_str(&format!("- {} cells in both{}\n", pairs.len(), others.collect::<String>()));
+    let untimed = pairs.iter().filter(|(a, b)| same_machine && phases(a, b).is_some_and(|(a, b)| !are_enough(a, b)));
+    match untimed.count() {
+        0 => (),
+        count => text.push_str(&format!(
+            "- times of {count} cells are of fewer than {LEAST_SAMPLES} samples: they are shown, and count for nothing\n"
+        )),
+    }
     text.push_str(&match changed {
         0 => "\nNo cell changed beyond noise.\n".into(),
         _ => format!("\n{}\n{changed} of {} cells changed (second / first).\n", table(&changes), pairs.len()),
@@ -100,13 +107,14 @@ fn phases<'r>(a: &'r Record, b: &'r Record) -> Option<(&'r Latency, &'r Latency)
     text::main_phase(a).zip(text::main_phase(b))
 }
 
+/// Intervals of fewer samples are too narrow.
+fn are_enough(a: &Latency, b: &Latency) -> bool {
+    a.samples_ns.len().min(b.samples_ns.len()) >= LEAST_SAMPLES
+}
+
 fn has_changed(a: &Latency, b: &Latency) -> bool {
-    // Intervals of fewer samples are too narrow.
-    if a.samples_ns.len().min(b.samples_ns.len()) < LEAST_SAMPLES {
-        return false;
-    }
     let meet = a.ci95_low_ns <= b.ci95_high_ns && b.ci95_low_ns <= a.ci95_high_ns;
-    !meet && (b.median_ns / a.median_ns - 1.0).abs() > STILL
+    are_enough(a, b) && !meet && (b.median_ns / a.median_ns - 1.0).abs() > STILL
 }
 
 fn peak(record: &Record) -> Option<f64> {
@@ -269,6 +277,8 @@ mod tests {
         let elsewhere = of(change(&|record| *record = slower(record.clone(), 1.5)), "B");
         assert_eq!(elsewhere.changed, 0, "times of two machines say nothing of the code");
         assert!(elsewhere.text.contains("different machines"), "{}", elsewhere.text);
+        let hasty = of(change(&|record| *record = timed(3, record.clone())), "A");
+        assert!(hasty.text.contains("times of 1 cells are of fewer than 10 samples"), "{}", hasty.text);
         let fewer = of(cells()[..1].to_vec(), "A");
         assert!(fewer.common == 1 && fewer.text.contains("1 only in the first"), "{}", fewer.text);
         let slow = of(change(&|record| *record = slower(record.clone(), 1.5)), "A").text;

@@ -125,7 +125,10 @@ impl Recipe {
     /// As [`Recipe::load`].
     pub fn parse(text: &str, origin: &Path) -> Result<Self, RecipeError> {
         let wrong = |reason| RecipeError { origin: origin.into(), reason };
-        let recipe: Recipe = toml::from_str(text).map_err(|error| wrong(error.to_string()))?;
+        let recipe: Recipe = toml::from_str(text).map_err(|error| {
+            let line = error.span().map_or(0, |span| text[..span.start.min(text.len())].matches('\n').count()) + 1;
+            wrong(format!("line {line}: {}", error.message().lines().collect::<Vec<_>>().join("; ")))
+        })?;
         recipe.check().map_err(wrong)?;
         Ok(recipe)
     }

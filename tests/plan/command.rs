@@ -203,6 +203,11 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("scale --model llama-3-8b --gpu h100 --context 1", "--context is 1; a ring needs at least 2 tokens"),
         ("scale --model gpt-neox-20b --gpu h100 --kv-format q4_k", "is a format of weights"),
         ("scale --model llama-3-8b --gpu h100 --network infiniband", "unknown network 'infiniband'; near it are"),
+        ("--model llama-3-8b --gpu h100 --batch 4 --concurrency 2", "--concurrency is 2 and --batch 4"),
+        ("max-batch --model llama-3-8b --gpu h100 --batch 4", "--batch has no meaning for plan max-batch"),
+        ("measure --model builtin --context 5k", "a sequence of 5120 tokens; the model was made for at most 4096"),
+        ("measure --model builtin --context 100m", "the context is 104857600; it would take"),
+        ("train --model llama-3-8b --gpu h100 --zero 1", "--zero shares things out over --data-parallel cards"),
         ("audit src", "there is no run in it"),
         ("allocator Cargo.toml", "not a list of events"),
     ];

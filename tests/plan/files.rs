@@ -197,6 +197,8 @@ fn a_model_may_be_written_out() {
     for (keys, expected) in [
         ("LlamaForCausalLM:hidden_size=4096", "num_hidden_layers is missing"),
         ("LlamaForCausalLM:hidden_size", "'hidden_size' is no key=value"),
+        ("LlamaForCausalLM:hidden_size=64,hidden_size=32", "it gives hidden_size twice"),
+        (&format!("{keys},num_key_value_head=8"), "num_key_value_head is 8; this option is not known"),
         ("GPT2LMHeadModel:n_embd=-1", "n_embd is -1"),
         ("Nosuch:hidden_size=1", "architecture 'Nosuch' is not understood"),
     ] {
@@ -221,7 +223,7 @@ fn what_is_measured_is_what_was_predicted() {
         let subject = Subject::find(model).unwrap();
         let weights = weights.map(|name| kvsieve::planner::presets::weight_format(name).unwrap());
         let scenario = Scenario { attention, weights, output: 2, ..super::on(&subject, "h100", context) };
-        let measured = measure(&scenario, &cpu).unwrap();
+        let measured = measure(&scenario, &cpu, u64::MAX).unwrap();
         for held in &measured.held {
             let encoded = held.term == "load" && weights.is_some();
             assert_eq!(held.arena_bytes, (!encoded).then_some(held.predicted_bytes), "{model:?} {held:?}");

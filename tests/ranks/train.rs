@@ -159,7 +159,9 @@ fn ranks_go_on_with_a_model_that_is_there() {
 fn what_cannot_be_shared_is_one_line_and_status_2() {
     let folder = tempfile::tempdir().unwrap();
     recipe(folder.path());
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 10] = [
+        (&["--zero", "3"], "--zero 3 shares things out to ranks; give --ranks N"),
+        (&["--steps", "0"], "--steps is 0; it must be at least 1"),
         (&["--ranks", "3"], "a stage's batch is 4; 3 ranks need a multiple of 3 sequences"),
         (&["--ranks", "0"], "write 1 to 64 (threads of this process), or under mpirun mpi"),
         (&["--ranks", "many"], "write 1 to 64"),

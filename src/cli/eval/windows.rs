@@ -53,6 +53,8 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
         ("--policy-file", args.policy_file.is_some()),
         ("--evict-after", args.evict_after.is_some()),
         ("--new-tokens", args.new_tokens.is_some()),
+        ("--context", !args.context.is_empty()),
+        ("--dry-run", args.dry_run),
         ("--resume", args.resume),
     ];
     if let Some((option, _)) = strange.iter().find(|(_, given)| *given) {

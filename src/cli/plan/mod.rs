@@ -49,7 +49,7 @@ pub struct Args {
     #[command(flatten)]
     scenario: ScenarioArgs,
     /// Search the cheapest set of changes with which so many tokens fit
-    #[arg(long, value_name = "N", value_parser = scenario::tokens, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = scenario::tokens)]
     target_context: Option<u64>,
     /// Folder to draw into: memory against context, KV heads and levers, as SVG and CSV, and on a page, report.html
     #[arg(long, value_name = "DIR", help_heading = "What is reported")]

@@ -5,6 +5,7 @@ use super::{Reported, text};
 use crate::cli::failure::Failure;
 use crate::cli::output;
 use crate::device::Cpu;
+use crate::memory::os;
 use crate::planner::allocator::{Event, replay};
 use crate::planner::audit::audit as held;
 use crate::planner::cards::{Card, RANK, cards};
@@ -42,6 +43,9 @@ struct Most<'a> {
 }
 
 pub fn most(asked: &Asked, of_context: bool) -> Result<(), Failure> {
+    if !of_context {
+        asked.scenario.check_for_max_batch()?;
+    }
     let subject = asked.scenario.subject()?;
     let scenario = asked.scenario.scenario(&subject)?;
     let Scenario { batch, context, .. } = scenario;
@@ -418,9 +422,9 @@ pub fn measure(args: &MeasureArgs) -> Result<(), Failure> {
     args.scenario.check_for_measure()?;
     let subject = args.scenario.subject()?;
     let longest = args.scenario.scenario_in(&subject, Memory::ENDLESS)?;
-    let cpu = Cpu::new(None)?;
+    let (cpu, limit_bytes) = (Cpu::new(None)?, os::default_limit_bytes().unwrap_or(u64::MAX));
     let contexts = (0..=SHORTER).rev().map(|halvings| longest.context >> halvings).filter(|&context| context > 0);
-    let measured = contexts.map(|context| Ok(measured(&Scenario { context, ..longest.clone() }, &cpu)?));
+    let measured = contexts.map(|context| Ok(measured(&Scenario { context, ..longest.clone() }, &cpu, limit_bytes)?));
     let measured = measured.collect::<Result<Vec<_>, Failure>>()?;
     let mut rows = vec![["context", "", "predicted, B", "arena, B", "apart", "process, B"].map(String::from).to_vec()];
     let size = |bytes: Option<u64>| bytes.map_or("-".into(), |bytes| grouped(bytes.into()));

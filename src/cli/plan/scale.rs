@@ -21,22 +21,16 @@ pub struct Args {
     #[arg(long, value_name = "GPU")]
     gpu: String,
     /// Cards that share a sequence, or that train together
-    #[arg(
-        long,
-        value_name = "N,...",
-        value_delimiter = ',',
-        default_value = "8,64,512",
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "8,64,512")]
     ranks: Vec<u64>,
     /// Tokens of the sequence
-    #[arg(long, value_name = "N", default_value = "1m", value_parser = tokens, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value = "1m", value_parser = tokens)]
     context: u64,
     /// Between nodes: infiniband-hdr, infiniband-ndr, infiniband-xdr, ethernet-100g or ethernet-400g
     #[arg(long, value_name = "NAME", default_value = "infiniband-ndr")]
     network: String,
     /// Cards of a node
-    #[arg(long, value_name = "N", default_value_t = 8, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 8)]
     per_node: u64,
     /// How keys and values are kept and sent: a format (see `kvsieve list formats`), or fp8 of other engines
     #[arg(long, value_name = "FORMAT", default_value = "bf16")]

@@ -23,16 +23,16 @@ pub struct ScenarioArgs {
     #[arg(long, value_name = "GPU")]
     gpu: Option<String>,
     /// Tokens of each sequence's prompt
-    #[arg(long, value_name = "N", default_value = "8k", value_parser = tokens, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value = "8k", value_parser = tokens)]
     pub context: u64,
     /// Tokens that each sequence is given behind its prompt
-    #[arg(long, value_name = "N", default_value = "0", value_parser = tokens_or_none, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value = "0", value_parser = tokens_or_none)]
     output_tokens: u64,
     /// Sequences whose prompts are read together
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     batch: u64,
     /// Sequences that are held and decoded together [default: the batch]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     concurrency: Option<u64>,
     /// What runs it, where the options below say nothing else: eager or sdpa (transformers), vllm or llama.cpp
     #[arg(long, value_name = "NAME", default_value = "sdpa", value_parser = profile)]
@@ -41,7 +41,7 @@ pub struct ScenarioArgs {
     #[arg(long, value_name = "KIND", value_parser = attention)]
     attention: Option<Attention>,
     /// Tokens of a sequence that go through the model together [default: the whole prompt]
-    #[arg(long, value_name = "N", value_parser = tokens, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = tokens)]
     prefill_chunk: Option<u64>,
     /// Logits of the prompt: last or all of its tokens
     #[arg(long, value_name = "WHICH", default_value = "last", value_parser = logits)]
@@ -61,19 +61,19 @@ pub struct ScenarioArgs {
     #[arg(long, value_name = "POLICY", requires = "budget")]
     policy: Option<String>,
     /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes of all layers (64MiB)
-    #[arg(long, value_name = "BUDGET", requires = "policy", allow_negative_numbers = true)]
+    #[arg(long, value_name = "BUDGET", requires = "policy")]
     budget: Option<String>,
     /// Cards that share each layer
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     tensor_parallel: u64,
     /// Cards that share the layers
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pipeline: u64,
     /// Layers whose weights lie in the host's memory
-    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     offload_layers: u64,
     /// Context, libraries and other processes on the card, as 0.5GB [default: 0.5GB; with --gpu here, what is taken now]
-    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, allow_negative_numbers = true)]
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none)]
     overhead: Option<u64>,
 }
 
@@ -217,6 +217,12 @@ impl ScenarioArgs {
         unused(self.weights.is_some(), "--weights", "plan gpus, which asks of every weight format")
     }
 
+    /// Refuses what is asked for.
+    pub fn check_for_max_batch(&self) -> Result<(), Failure> {
+        unused(self.batch != 1, "--batch", "plan max-batch, which finds it")?;
+        unused(self.concurrency.is_some(), "--concurrency", "plan max-batch, which reads and holds all together")
+    }
+
     /// Refuses what a run of kvsieve on this CPU does not have.
     pub fn check_for_measure(&self) -> Result<(), Failure> {
         let run = "plan measure, which runs the model here";
@@ -236,6 +242,13 @@ impl ScenarioArgs {
             (Some(policy), Some(budget)) => Some(eviction(policy, budget.parse()?)?),
             _ => None,
         };
+        if let Some(concurrency) = self.concurrency.filter(|&concurrency| concurrency < self.batch) {
+            return Err(Failure::usage(format!(
+                "--concurrency is {concurrency} and --batch {}; what is read together is held together, so that it is at least as \
+                 many",
+                self.batch
+            )));
+        }
         let (attention, kv_format, allocation, chunk) = self.profile.options(self.batch);
         let scenario = Scenario {
             subject,

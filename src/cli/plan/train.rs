@@ -23,10 +23,10 @@ pub struct Args {
     #[arg(long, value_name = "GPU")]
     gpu: String,
     /// Tokens of a sequence
-    #[arg(long, value_name = "N", default_value = "4k", value_parser = tokens, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value = "4k", value_parser = tokens)]
     context: u64,
     /// Sequences of a card at once
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     micro_batch: u64,
     /// adamw-bf16 or adafactor (8 bytes a parameter), adamw-8bit (10), adamw-bf16-states, sgd (12), adamw (16), adamw-f32-gradients (18) or
     /// adamw-accumulated (20)
@@ -34,25 +34,25 @@ pub struct Args {
     optimizer: String,
     /// Train adapters of this rank on every matrix of all blocks, in f32, over weights that stay as they are (LoRA; QLoRA with
     /// --weights nf4 or another format of few bits)
-    #[arg(long, value_name = "RANK", allow_negative_numbers = true)]
+    #[arg(long, value_name = "RANK")]
     adapters: Option<u64>,
     /// How the weights below adapters are kept (see `kvsieve list weights`)
     #[arg(long, value_name = "FORMAT", default_value = "bf16", requires = "adapters")]
     weights: String,
     /// Stage of ZeRO over the data-parallel cards; 3 is FSDP
-    #[arg(long, value_name = "0-3", default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, value_name = "0-3", default_value_t = 0)]
     zero: u64,
     /// Cards that each see other sequences
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     data_parallel: u64,
     /// Cards that share each layer
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     tensor_parallel: u64,
     /// These cards share the sequence between their layers too
     #[arg(long)]
     sequence_parallel: bool,
     /// Cards that share the layers
-    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pipeline: u64,
     /// What is computed again in the backward pass: none, selective (attention) or full
     #[arg(long, value_name = "WHAT", default_value = "none", value_parser = recompute)]
@@ -64,7 +64,7 @@ pub struct Args {
     #[arg(long, value_name = "WHAT", default_value = "none", value_parser = offload)]
     offload: Offload,
     /// Context and libraries of a card, as 0.5GB
-    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, allow_negative_numbers = true)]
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none)]
     overhead: Option<u64>,
     /// Folder to draw the stages of ZeRO into, as SVG and CSV, and on a page, report.html
     #[arg(long, value_name = "DIR", help_heading = "What is reported")]
@@ -129,6 +129,16 @@ struct Report<'a> {
 pub fn run(args: &Args) -> Result<(), Failure> {
     output::check_json(args.report.json.as_deref())?;
     args.output.as_deref().map_or(Ok(()), |folder| output::check_folder("--output", folder))?;
+    let strange = [
+        (args.zero > 0 && args.data_parallel == 1, "--zero shares things out over --data-parallel cards, which are 1"),
+        (
+            args.sequence_parallel && args.tensor_parallel == 1,
+            "--sequence-parallel shares the sequence out over --tensor-parallel cards, which are 1",
+        ),
+    ];
+    if let Some((_, why)) = strange.iter().find(|(is, _)| *is) {
+        return Err(Failure::usage((*why).into()));
+    }
     let subject = subject(&args.model)?;
     let memory = memory(&args.gpu)?;
     let adapters = args.adapters.map(|rank| Ok::<_, Failure>(Adapters { rank, base: weight_format(&args.weights)? }));

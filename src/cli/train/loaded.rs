@@ -1,7 +1,7 @@
 //! `kvsieve train --method`: gates that evict or that foretell scores, adapters, or all of a model that is there.
 
 use super::super::failure::Failure;
-use super::super::output;
+use super::super::{command_line, output};
 use super::Args;
 use crate::device::Cpu;
 use crate::editing::Rate;
@@ -24,7 +24,7 @@ use crate::train::run::{Options, RECORD};
 use crate::train::tune::{self, Method};
 use crate::units;
 use indicatif::{ProgressBar, ProgressStyle};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Episodes of facts that `--method larimar` asks at the end.
 const EPISODES: usize = 8;
@@ -333,14 +333,13 @@ impl Tuning {
 }
 
 /// Where `--method` trains, and a bar of its steps.
-fn options(args: &Args, cpu: &Cpu, method: &str, model: &Path, steps: usize) -> (Options, ProgressBar) {
-    let command = format!("kvsieve train --method {method} --model {}", model.display());
+fn options(args: &Args, cpu: &Cpu, steps: usize) -> (Options, ProgressBar) {
     let options = Options {
         out: args.out.clone(),
         resume: args.resume,
         stop_after: None,
         limit_bytes: args.compute.limit_bytes(),
-        environment: environment::probe(cpu.into(), &command),
+        environment: environment::probe(cpu.into(), &command_line()),
     };
     let bar = ProgressBar::new(steps as u64);
     let style = "{elapsed_precise} [{bar:30}] {pos}/{len} steps, {eta} left  {wide_msg}";
@@ -351,7 +350,7 @@ fn options(args: &Args, cpu: &Cpu, method: &str, model: &Path, steps: usize) -> 
 /// `--method lora`, `qlora` and `full`.
 fn run_tuning(args: &Args, settings: &tune::Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, settings.method.name(), &settings.model, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps);
     let mut drawn = Ok(());
     tune::run(settings, &cpu, &options, &mut |line| match line {
         Line::Step { step, loss, tokens_per_second, .. } => {
@@ -375,7 +374,7 @@ fn run_tuning(args: &Args, settings: &tune::Settings) -> Result<(), Failure> {
 /// `--method kvzap`.
 fn run_surrogate(args: &Args, settings: &kvzap::Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, "kvzap", &settings.model, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps);
     let mut found = None;
     kvzap::run(settings, &cpu, &options, &mut |line| match line {
         Line::Repeated { step, .. } => bar.set_position(*step as u64),
@@ -397,7 +396,7 @@ fn run_surrogate(args: &Args, settings: &kvzap::Settings) -> Result<(), Failure>
 /// `--method duo`.
 fn run_heads(args: &Args, settings: &duo::Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, "duo", &settings.model, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps);
     let mut drawn = Ok(());
     duo::run(settings, &cpu, &options, &mut |line| match line {
         Line::Heads { step, distance, low, heads, tokens_per_second, .. } => {
@@ -419,7 +418,7 @@ fn run_heads(args: &Args, settings: &duo::Settings) -> Result<(), Failure> {
 /// `--method larimar`.
 fn run_maps(args: &Args, settings: &larimar::Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, "larimar", &settings.model, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps);
     let found = larimar::run(settings, &cpu, &options, &mut |line| {
         if let Line::Step { step, loss, tokens_per_second, .. } = line {
             bar.set_position(*step as u64);
@@ -488,7 +487,7 @@ fn beside(found: &Found, tuned: &FineTuned) -> String {
 /// `--method dms` and `dmc`.
 fn run_gates(args: &Args, settings: &Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, settings.method(), &settings.model, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps);
     let mut drawn = Ok(());
     dms::run(settings, &cpu, &options, &mut |line| match line {
         Line::Gates { step, kl, evicted, target, tokens_per_second, .. } => {

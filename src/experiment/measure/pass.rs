@@ -11,6 +11,9 @@ use crate::policy::{Axis, Budget, BudgetError, Statistic};
 use crate::tensor::DType;
 use crate::workload::FileSource;
 
+/// Most layers of a grid.
+const MOST_LAYERS: usize = 1024;
+
 /// The fields of a grid that every pass over tensors has.
 macro_rules! fields_of_passes {
     ($($more:literal),*) => {
@@ -67,8 +70,8 @@ pub(super) fn expand(grid: &Grid, scope: &Scope<'_>, kernel: &str, new_tokens: u
     }
     let of_layers = grid.measure.fields().contains(&"layers");
     let layers = grid.layers.or(scope.file.filter(|_| of_layers).map_or(1, FileSource::layers));
-    if layers.contains(&0) {
-        return Err("layers must be at least 1".into());
+    if let Some(count) = layers.iter().find(|count| !(1..=MOST_LAYERS).contains(*count)) {
+        return Err(format!("layers is {count}; it must be from 1 to {MOST_LAYERS}"));
     }
     let pages: Vec<Option<usize>> = match &grid.page_tokens.0[..] {
         [] => vec![None],

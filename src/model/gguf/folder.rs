@@ -169,7 +169,10 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
     }
     Err(wrong(&match in_pieces {
         true => "its tokens are none that scores give, as GGUF files have them".into(),
-        false => format!("it cuts text in none of the ways that are written to GGUF files: {}", ways.join(", ")),
+        false => format!(
+            "it cuts text in none of the ways that are written to GGUF files: {}; formats of folders, as int4, keep it as it is",
+            ways.join(", ")
+        ),
     }))
 }
 
