@@ -32,7 +32,7 @@ pub struct Args {
     #[arg(long, value_name = "-|FILE")]
     json: Option<PathBuf>,
     /// NVRTC to try [default: KVSIEVE_NVRTC, else the first that is found]
-    #[arg(long, value_name = "libnvrtc.so")]
+    #[arg(long, value_name = "libnvrtc.so", conflicts_with = "memory")]
     nvrtc: Option<PathBuf>,
     /// Say who holds memory now, or what one process holds
     #[arg(long, value_name = "PID", num_args = 0..=1)]

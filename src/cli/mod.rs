@@ -235,6 +235,9 @@ impl Compute {
     /// The CPU, with as many threads as were asked for.
     fn cpu(&self) -> Result<Cpu, Failure> {
         match self.device.as_str() {
+            "cpu" if self.nvrtc.is_some() => {
+                Err(Failure::usage("--nvrtc compiles kernels of --device cuda; leave it out".into()))
+            }
             "cpu" => Ok(Cpu::new(self.threads)?),
             device => Err(Failure::usage(format!("unknown device '{device}'; use cpu or cuda[:N]"))),
         }

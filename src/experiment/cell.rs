@@ -338,8 +338,13 @@ impl Cell {
         };
         let knobs = self.knobs.as_ref().map_or(String::new(), |knobs| format!(" ({knobs})"));
         let ranks = self.ranks.as_ref().map_or(String::new(), |ranks| format!(" {ranks}"));
+        let many = |count: usize, what: &str| if count > 1 { format!(" {what} {count}") } else { String::new() };
+        let shape = many(self.batch, "batch") + &many(self.layers, "layers");
+        let causal = if self.causal { "" } else { " not causal" };
+        let window = self.window.map_or(String::new(), |window| format!(" window {window}"));
+        let softcap = self.softcap.map_or(String::new(), |cap| format!(" soft-cap {cap}"));
         format!(
-            "{}{ranks} {} {}{policy}{pages} {}{format} {tokens}{device}{knobs}",
+            "{}{ranks} {} {}{shape}{policy}{pages} {}{format} {tokens}{causal}{window}{softcap}{device}{knobs}",
             self.measure.name(),
             self.kernel,
             self.heads(),

@@ -9,8 +9,8 @@ use super::PlanError;
 use super::own::Own;
 use super::scenario::Scenario;
 use crate::device::Cpu;
-use crate::memory::{Arena, Label, os};
-use crate::model::{Decoder, Model};
+use crate::memory::{Arena, Label, LabelBytes, os};
+use crate::model::{Config, Decoder, Model, ModelError};
 use serde::Serialize;
 
 /// A size, predicted and measured.
@@ -43,33 +43,52 @@ const TERMS: [(&str, Label); 4] = [
     ("workspace", Label::Workspace),
 ];
 
+/// Most sequences at once.
+const MOST_BATCH: u64 = 1 << 16;
+
+/// Refuses what kvsieve does not run, contexts beyond the model's, and what would take more than `limit_bytes` on so many threads.
+///
+/// # Errors
+/// In words, with the option that is wrong.
+pub fn check(scenario: &Scenario<'_>, threads: usize, limit_bytes: u64) -> Result<(), PlanError> {
+    let own = Own::of(scenario)?;
+    let (tokens, most) = ((scenario.context + scenario.output) as usize, Config::read(own.folder)?.most_tokens());
+    if tokens > most {
+        return Err(ModelError::TooLong { tokens, most }.into());
+    }
+    if scenario.batch > MOST_BATCH {
+        let expected = format!("it must be at most {MOST_BATCH}");
+        return Err(PlanError::Value { what: "--batch", value: scenario.batch.to_string(), expected });
+    }
+    let (peak, _) = predicted(&own, threads)?;
+    if peak > limit_bytes {
+        let expected = format!("it would take {peak} bytes, and {limit_bytes} may be taken; shorten it");
+        return Err(PlanError::Value { what: "--context", value: scenario.context.to_string(), expected });
+    }
+    Ok(())
+}
+
+/// The peak, and its parts.
+fn predicted(own: &Own<'_>, threads: usize) -> Result<(u64, LabelBytes), PlanError> {
+    let unknown = || PlanError::File {
+        path: own.folder.into(),
+        reason: "it has tensors of a type that kvsieve does not run".into(),
+    };
+    own.bytes(threads)?.ok_or_else(unknown)
+}
+
 /// Loads the model, reads a prompt of the scenario's context, decodes its output, and gives all back.
 ///
 /// # Errors
-/// When kvsieve does not run such a scenario, it would take more than `limit_bytes`, or the model cannot be read or was made for
-/// less.
+/// When kvsieve does not run such a scenario, the model cannot be read, or the arena has no room.
 pub fn measure(scenario: &Scenario<'_>, cpu: &Cpu, limit_bytes: u64) -> Result<Measured, PlanError> {
-    let refusal = || PlanError::Value {
-        what: "the scenario",
-        value: scenario.words(),
-        expected: "kvsieve measures a folder or a GGUF file on one CPU, in formats of its own and without eviction"
-            .into(),
-    };
-    let own = Own::of(scenario).ok_or_else(refusal)?;
-    let (peak, predicted) = own.bytes(cpu.threads())?.ok_or_else(refusal)?;
-    if peak > limit_bytes {
-        return Err(PlanError::Value {
-            what: "the context",
-            value: scenario.context.to_string(),
-            expected: format!("it would take {peak} bytes, and {limit_bytes} may be taken; shorten it"),
-        });
-    }
+    let own = Own::of(scenario)?;
+    let (peak, predicted) = predicted(&own, cpu.threads())?;
     let (prompt, output) = (scenario.context as usize, scenario.output as usize);
     let arena = Arena::with_limit(limit_bytes);
     let before = os::reset_peak().then(os::resident).flatten();
     let grown = || Some(os::resident()?.peak_bytes.saturating_sub(before?.now_bytes));
     let model = Model::open_in(own.folder, own.format, &arena)?;
-    model.check_length(prompt + output)?;
     let (loaded, load_process) = (arena.usage().peak_bytes, grown());
     os::reset_peak();
     let setup = own.setup(model.weights.dtype());

@@ -12,6 +12,7 @@ use crate::memory::LabelBytes;
 use crate::model::{Config, Setup, bytes_unopened, gguf_tensors, packed_bytes, tensor_files};
 use crate::tensor::DType;
 use crate::tensor::file::{Entry, TensorFile, read_as};
+use std::fmt;
 use std::path::Path;
 
 /// A scenario that kvsieve can run.
@@ -24,15 +25,46 @@ pub(super) struct Own<'a> {
 }
 
 impl<'a> Own<'a> {
-    /// `None` where the model has no files, or the scenario asks for what kvsieve does not run: other formats than it has,
-    /// eviction, several cards, prompts that are read while others wait.
-    pub fn of(scenario: &'a Scenario<'a>) -> Option<Self> {
-        let Source::Tensors(folder) = &scenario.subject.source else { return None };
-        let elsewhere = scenario.tensor_parallel * scenario.pipeline > 1 || scenario.offload > 0;
-        let waiting = scenario.held() > scenario.batch;
-        let format = scenario.weights.map(|format| format.name.parse()).transpose().ok()?;
-        let runs = matches!(scenario.kv, KvStore::Own(_)) && !elsewhere && !waiting && scenario.eviction.is_none();
-        runs.then_some(Own { folder, format, scenario })
+    /// # Errors
+    /// When the model has no files, or the scenario asks for what kvsieve does not run: other formats than it has, eviction,
+    /// several cards, prompts that are read while others wait.
+    pub fn of(scenario: &'a Scenario<'a>) -> Result<Self, PlanError> {
+        let wrong = |what, value: &dyn fmt::Display, expected: &str| {
+            Err(PlanError::Value { what, value: value.to_string(), expected: expected.into() })
+        };
+        let Source::Tensors(folder) = &scenario.subject.source else {
+            return wrong("--model", &scenario.subject.name, "kvsieve runs a folder or a GGUF file");
+        };
+        let one = "kvsieve runs on one CPU; leave it out";
+        for (what, count) in [("--tensor-parallel", scenario.tensor_parallel), ("--pipeline", scenario.pipeline)] {
+            if count > 1 {
+                return wrong(what, &count, one);
+            }
+        }
+        if scenario.offload > 0 {
+            return wrong("--offload-layers", &scenario.offload, one);
+        }
+        if scenario.held() > scenario.batch {
+            return wrong(
+                "--concurrency",
+                &scenario.concurrency,
+                "all prompts are read together; give --batch instead",
+            );
+        }
+        if let Some(eviction) = &scenario.eviction {
+            return wrong("--policy", &eviction.policy, "what is measured is a run without eviction; leave it out");
+        }
+        let KvStore::Own(_) = scenario.kv else {
+            return wrong("--kv-format", &scenario.kv, "it must be one of `kvsieve list formats`");
+        };
+        let format = match scenario.weights.map(|format| (format, format.name.parse())) {
+            None => None,
+            Some((_, Ok(format))) => Some(format),
+            Some((format, Err(_))) => {
+                return wrong("--weights", &format.name, "it must be one of `kvsieve list formats`");
+            }
+        };
+        Ok(Own { folder, format, scenario })
     }
 
     /// How a model is run whose plain matrices are `dtype`.
@@ -98,6 +130,8 @@ impl<'a> Own<'a> {
 /// # Errors
 /// When there is no such kernel, which the tests hold.
 pub fn own_peak_bytes(scenario: &Scenario<'_>, threads: usize) -> Result<Option<u64>, PlanError> {
-    let bytes = Own::of(scenario).map(|own| own.bytes(threads)).transpose()?.flatten();
-    Ok(bytes.map(|(peak, _)| peak))
+    match Own::of(scenario) {
+        Ok(own) => Ok(own.bytes(threads)?.map(|(peak, _)| peak)),
+        Err(_) => Ok(None),
+    }
 }

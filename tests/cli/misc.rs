@@ -215,6 +215,9 @@ fn wrong_arguments_are_one_line_and_status_2() {
             &["generate", "--model", "builtin", "--question", "Who?"],
             "error: the following required arguments were not provided: --context <FILE>\n",
         ),
+        (&["doctor", "--memory", "--nvrtc", "x.so"], "cannot be used with"),
+        (&["run", "--dry-run", "--resume"], "cannot be used with"),
+        (&["train", "--out", "x", "--steps", "-1"], "invalid value '-1' for '--steps <N>': a whole number"),
         (&["doctor", "--now"], "unexpected argument '--now'"),
     ];
     for (arguments, expected) in cases {

@@ -429,6 +429,7 @@ fn every_wrong_value_of_an_experiment_is_named_in_one_line() {
         ("context_tokens = 256\n", "", "context_tokens is missing; write context_tokens = "),
         ("new_tokens = 4", "new_tokens = 0", "new_tokens is 0; at least 1 decode step"),
         ("new_tokens = 4", "batch = 0", "batch is 0; every extent must be at least 1"),
+        ("new_tokens = 4", "layers = 1000000", "layers is 1000000; it must be from 1 to 1024"),
         ("new_tokens = 4", "dtype = \"f64\"", "x.toml:10:9: "),
         ("new_tokens = 4", "kernel = \"flash\"", "unknown kernel 'flash'; there are reference, naive, tiled, decode"),
         ("new_tokens = 4", "kernel = \"tiled:br=0\"", "tiled: br is '0'"),

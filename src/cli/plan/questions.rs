@@ -10,7 +10,7 @@ use crate::planner::allocator::{Event, replay};
 use crate::planner::audit::audit as held;
 use crate::planner::cards::{Card, RANK, cards};
 use crate::planner::claims::{CLAIMS, Verdict};
-use crate::planner::measure::measure as measured;
+use crate::planner::measure::{check, measure as measured};
 use crate::planner::presets::near;
 use crate::planner::published::Published;
 use crate::planner::roofline::REACHED;
@@ -423,6 +423,7 @@ pub fn measure(args: &MeasureArgs) -> Result<(), Failure> {
     let subject = args.scenario.subject()?;
     let longest = args.scenario.scenario_in(&subject, Memory::ENDLESS)?;
     let (cpu, limit_bytes) = (Cpu::new(None)?, os::default_limit_bytes().unwrap_or(u64::MAX));
+    check(&longest, cpu.threads(), limit_bytes)?;
     let contexts = (0..=SHORTER).rev().map(|halvings| longest.context >> halvings).filter(|&context| context > 0);
     let measured = contexts.map(|context| Ok(measured(&Scenario { context, ..longest.clone() }, &cpu, limit_bytes)?));
     let measured = measured.collect::<Result<Vec<_>, Failure>>()?;
