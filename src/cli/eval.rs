@@ -87,8 +87,8 @@ pub struct Args {
     /// the built-in model also 0.25, 0.125 and 0.0625]
     #[arg(long, value_name = "BUDGET", value_delimiter = ',')]
     budget: Vec<String>,
-    /// Lengths of context, question and answer together, in tokens of the model
-    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1k", conflicts_with = "evict_after")]
+    /// Lengths of context, question and answer together, in tokens of the model [default: 1k]
+    #[arg(long, value_name = "N", value_delimiter = ',', conflicts_with = "evict_after")]
     context: Vec<String>,
     /// Samples of each task, or pieces or windows of the text at most [default: 10, of the built-in
     /// model 20; all windows]
@@ -259,7 +259,11 @@ impl Args {
             [] => default.budgets.iter().map(|budget| budget.to_string()).collect(),
             given => given.to_vec(),
         };
-        let contexts = self.evict_after.as_ref().map_or_else(|| self.context.clone(), |after| vec![after.clone()]);
+        let contexts = match (&self.evict_after, &self.context[..]) {
+            (Some(after), _) => vec![after.clone()],
+            (None, []) => vec!["1k".into()],
+            (None, given) => given.to_vec(),
+        };
         let context_option = if self.evict_after.is_some() { "--evict-after" } else { "--context" };
         let grid = Grid {
             model: Many(self.model.clone()),

@@ -130,7 +130,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     output::check_json(args.report.json.as_deref())?;
     args.output.as_deref().map_or(Ok(()), |folder| output::check_folder("--output", folder))?;
     let strange = [
-        (args.zero > 0 && args.data_parallel == 1, "--zero shares things out over --data-parallel cards, which are 1"),
+        (
+            (1..=3).contains(&args.zero) && args.data_parallel == 1,
+            "--zero shares things out over --data-parallel cards, which are 1",
+        ),
         (
             args.sequence_parallel && args.tensor_parallel == 1,
             "--sequence-parallel shares the sequence out over --tensor-parallel cards, which are 1",
