@@ -14,8 +14,8 @@ configuration, build and kind of machine, no cell in common) are one section; th
 into --out. Of a run that processes share it shows how far each of them is.\n\n\
 Two runs that have cells in common are compared, the second with the first: what differs between their machines and \
 programs, and each cell whose time, memory, drift or score changed beyond noise (* marks which). A time has changed when the \
-95% intervals of the medians, of at least 10 samples each, do not meet and the medians differ by more than 5%; with --check a change is exit status 1. \
-It is in comparison.md too.\n\n\
+95% intervals of the medians, of at least 10 samples each, do not meet and the medians differ by more than 5%; with --check a \
+change is exit status 1. It is in comparison.md too.\n\n\
 Examples:
   kvsieve report results/quickstart/20260101T120000Z-0a1b2c3d-1234567
   kvsieve report results/quickstart/* --out comparison

@@ -62,8 +62,9 @@ pub fn check(scenario: &Scenario<'_>, threads: usize, limit_bytes: u64) -> Resul
     }
     let (peak, _) = predicted(&own, threads)?;
     if peak > limit_bytes {
-        let expected = format!("it would take {peak} bytes, and {limit_bytes} may be taken; shorten it");
-        return Err(PlanError::Value { what: "--context", value: scenario.context.to_string(), expected });
+        let (value, batch) = (scenario.context.to_string(), scenario.batch);
+        let expected = format!("with --batch {batch} it would take {peak} bytes, and {limit_bytes} may be taken");
+        return Err(PlanError::Value { what: "--context", value, expected });
     }
     Ok(())
 }

@@ -209,7 +209,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("--model llama-3-8b --gpu h100 --batch 4 --concurrency 2", "--concurrency is 2 and --batch 4"),
         ("max-batch --model llama-3-8b --gpu h100 --batch 4", "--batch has no meaning for plan max-batch"),
         ("measure --model builtin --context 5k", "a sequence of 5120 tokens; the model was made for at most 4096"),
-        ("measure --model builtin --context 1k --batch 60000", "--context is 1024; it would take"),
+        ("measure --model builtin --context 1k --batch 60000", "--context is 1024; with --batch 60000 it would take"),
         ("measure --model builtin --batch 65537 --context 1k", "--batch is 65537; it must be at most 65536"),
         ("measure --model builtin --kv-format fp8", "--kv-format is fp8; it must be one of"),
         ("measure --model builtin --context 100m", "a sequence of 104857600 tokens"),

@@ -217,7 +217,7 @@ impl ScenarioArgs {
         unused(self.weights.is_some(), "--weights", "plan gpus, which asks of every weight format")
     }
 
-    /// Refuses what is asked for.
+    /// Refuses what `plan max-batch` finds by itself.
     pub fn check_for_max_batch(&self) -> Result<(), Failure> {
         unused(self.batch != 1, "--batch", "plan max-batch, which finds it")?;
         unused(self.concurrency.is_some(), "--concurrency", "plan max-batch, which reads and holds all together")
