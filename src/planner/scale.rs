@@ -92,8 +92,9 @@ impl Scale<'_> {
         let rank_tokens = self.context.div_ceil(ranks);
         let (link, layers) = (self.long(ranks), self.layers() as f64);
         let ring_compute_ns = self.pair_ns() * (rank_tokens as f64).powi(2);
-        let ring_send_bytes = (self.layer_token_bytes() * rank_tokens as f64) as u64;
-        let ring_send_ns = link.ns(ring_send_bytes);
+        // One card has nobody to send to.
+        let ring_send_bytes = if ranks > 1 { (self.layer_token_bytes() * rank_tokens as f64) as u64 } else { 0 };
+        let ring_send_ns = if ranks > 1 { link.ns(ring_send_bytes) } else { 0.0 };
         let ring = ring_time(ranks, ring_compute_ns, ring_send_ns);
         let volume = [2, 3].map(|stage| zero_bytes(stage, 2 * self.subject.parameters, ranks));
         let zero_s = [2, 3].map(|collectives| self.zero_s(ranks, collectives));

@@ -207,8 +207,14 @@ impl Scenario<'_> {
                 let held = of_tokens / u128::from(token.max(1) * batch);
                 let windows = subject.groups.iter().filter_map(|group| group.window);
                 let average = if windows.clone().next().is_some() { " on average" } else { "" };
+                let retained = match self.retained(self.context) {
+                    Ok(tokens) if phase == Phase::Prefill && tokens < self.context => {
+                        format!("; {} retains {} of {}", self.policy(), n(tokens), n(self.context))
+                    }
+                    _ => String::new(),
+                };
                 let numbers = format!(
-                    "{} B a token{cards} in {} x {} tokens{average}{times}{state}",
+                    "{} B a token{cards} in {} x {} tokens{average}{times}{state}{retained}",
                     n(token),
                     self.kv,
                     grouped(held)

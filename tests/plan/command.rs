@@ -108,7 +108,10 @@ fn budgets_that_leave_nothing_do_not_make_room() {
     );
     assert!(json("--model llama-3-8b --gpu h100 --context 1")["fits"].as_bool().unwrap());
     // Room is reserved for the context that is tried, not for the one that was asked about.
-    let longest = |context: &str| most(&format!("--gpu 24GiB --profile llama.cpp --context {context}"));
+    let longest = |context: &str| {
+        json(&format!("--model llama-3-8b --gpu 24GiB --profile llama.cpp --context {context}"))["max_context_tokens"]
+            .clone()
+    };
     assert_eq!(longest("1k"), longest("8k"));
     assert!(longest("64k").as_u64().unwrap() > 8192);
     // More cards cost doublings of all of them.
@@ -134,9 +137,9 @@ fn training_counts_what_a_card_holds_and_sends() {
     assert_eq!(of(&sent, "link_bytes"), of(&train("--zero 1 --data-parallel 64 --offload optimizer"), "link_bytes"));
     // The block that is computed again holds its scores.
     let activations = |arguments: &str| of(&train(&format!("--context 8k {arguments}")), "activation_bytes");
-    for recompute in ["selective", "full"] {
+    for (recompute, without) in [("selective", "none"), ("full", "full")] {
         let more = activations(&format!("--recompute {recompute} --attention naive"))
-            - activations(&format!("--recompute {recompute}"));
+            - activations(&format!("--recompute {without}"));
         assert!(more.abs_diff(5 * 32 * 8192 * 8192) < 8192 * 32 * 8, "{recompute}: {more}");
     }
     // Every expert has its adapters, and the router too.
@@ -207,6 +210,12 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("scale --model gpt-neox-20b --gpu h100 --kv-format q4_k", "is a format of weights"),
         ("scale --model llama-3-8b --gpu h100 --network infiniband", "unknown network 'infiniband'; near it are"),
         ("--model llama-3-8b --gpu h100 --batch 4 --concurrency 2", "--concurrency is 2 and --batch 4"),
+        ("max-context --model llama-3-8b --gpu h100 --context 8k", "--context has no meaning for plan max-context"),
+        (
+            "--model llama-3-8b --gpu h100 --policy full --budget 0.5",
+            "--budget has no meaning for the policy 'full', which evicts nothing",
+        ),
+        ("train --model llama-3-8b --gpu h100 --recompute selective", "--recompute selective leaves out the scores"),
         ("max-batch --model llama-3-8b --gpu h100 --batch 4", "--batch has no meaning for plan max-batch"),
         ("measure --model builtin --context 5k", "a sequence of 5120 tokens; the model was made for at most 4096"),
         ("measure --model builtin --context 1k --batch 60000", "--context is 1024; with --batch 60000 it would take"),

@@ -15,6 +15,7 @@ use crate::planner::presets::near;
 use crate::planner::published::Published;
 use crate::planner::roofline::REACHED;
 use crate::planner::scenario::Memory;
+use crate::planner::search::MOST;
 use crate::planner::{PlanError, Scenario};
 use crate::report;
 use crate::units::{bytes, gb, gib, grouped};
@@ -31,11 +32,13 @@ pub struct Asked {
 }
 
 /// The largest context or batch.
-#[derive(Serialize)]
+#[derive(Serialize, Default)]
 struct Most<'a> {
     model: &'a str,
-    batch: u64,
-    context_tokens: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    batch: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    context_tokens: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     max_context_tokens: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -43,21 +46,27 @@ struct Most<'a> {
 }
 
 pub fn most(asked: &Asked, of_context: bool) -> Result<(), Failure> {
-    if !of_context {
-        asked.scenario.check_for_max_batch()?;
+    match of_context {
+        true => asked.scenario.check_for_max_context()?,
+        false => asked.scenario.check_for_max_batch()?,
     }
     let subject = asked.scenario.subject()?;
-    let scenario = asked.scenario.scenario(&subject)?;
-    let Scenario { batch, context, .. } = scenario;
-    let max_context_tokens = if of_context { Some(scenario.max_context()?.unwrap_or(0)) } else { None };
-    let max_batch = if of_context { None } else { Some(scenario.max_batch()?.unwrap_or(0)) };
-    let answer = Most { model: &subject.name, batch, context_tokens: context, max_context_tokens, max_batch };
-    let what = if of_context { "tokens" } else { "sequences" };
-    let most = max_context_tokens.or(max_batch).unwrap_or(0);
-    // The least that was asked for, where that is too much already.
-    let least = Scenario { batch: if of_context { batch } else { 1 }, ..scenario.clone() };
-    let least = least.peak(if of_context { 1 } else { context });
-    asked.report.give(&answer, || text::most(&scenario, what, most, least.ok().map(|(_, bytes)| bytes)))
+    let mut scenario = asked.scenario.scenario(&subject)?;
+    let mut answer = Most { model: &subject.name, ..Most::default() };
+    let (most, what) = if of_context {
+        let most = scenario.max_context()?.unwrap_or(0);
+        (answer.batch, answer.max_context_tokens) = (Some(scenario.batch), Some(most));
+        // The least that could be asked for, where that is too much already.
+        scenario.context = if most < MOST { most.max(1) } else { scenario.context };
+        (most, ["token", "tokens"])
+    } else {
+        let most = scenario.max_batch()?.unwrap_or(0);
+        (answer.context_tokens, answer.max_batch) = (Some(scenario.context), Some(most));
+        scenario.batch = if most < MOST { most.max(1) } else { scenario.batch };
+        (most, ["sequence", "sequences"])
+    };
+    let peak = scenario.peak(scenario.context);
+    asked.report.give(&answer, || text::most(&scenario, what, most, peak.ok().map(|(_, bytes)| bytes)))
 }
 
 /// Two models in the same place.

@@ -158,7 +158,9 @@ fn turns_of_tree(report: &Report<'_>) -> String {
 }
 
 fn turns_of_zero(report: &Report<'_>) -> String {
-    let Some(on) = report.on.iter().max_by_key(|on| on.ranks) else { return String::new() };
+    let Some(on) = report.on.iter().filter(|on| on.ranks > 1).max_by_key(|on| on.ranks) else {
+        return String::new();
+    };
     let [two, three] = on.zero_least_tokens.map(|tokens| grouped(u128::from(tokens)));
     format!(
         "ZeRO on {} cards sends longer than it computes with fewer than {two} tokens of a card and step, at stage 3 with fewer \

@@ -4,10 +4,10 @@ use crate::cli::failure::Failure;
 use crate::device::cuda::Device;
 use crate::memory::os;
 use crate::model::{BUILTIN, locate};
+use crate::planner::Subject;
 use crate::planner::kv::KvStore;
 use crate::planner::presets::{gpu, weight_format};
 use crate::planner::scenario::{Allocation, Attention, DEFAULT_OVERHEAD, Eviction, Logits, Memory, Scenario};
-use crate::planner::{PlanError, Subject};
 use crate::policy::{Budget, Registry};
 use crate::units;
 use std::path::{Path, PathBuf};
@@ -22,9 +22,9 @@ pub struct ScenarioArgs {
     /// Card (see `kvsieve list gpus`), bytes as 40536MiB, or 'here' for the device at hand
     #[arg(long, value_name = "GPU")]
     gpu: Option<String>,
-    /// Tokens of each sequence's prompt
-    #[arg(long, value_name = "N", default_value = "8k", value_parser = tokens)]
-    pub context: u64,
+    /// Tokens of each sequence's prompt [default: 8k]
+    #[arg(long, value_name = "N", value_parser = tokens)]
+    context: Option<u64>,
     /// Tokens that each sequence is given behind its prompt
     #[arg(long, value_name = "N", default_value = "0", value_parser = tokens_or_none)]
     output_tokens: u64,
@@ -76,6 +76,9 @@ pub struct ScenarioArgs {
     #[arg(long, value_name = "BYTES", value_parser = bytes_or_none)]
     overhead: Option<u64>,
 }
+
+/// Tokens of a prompt where nothing is said.
+const CONTEXT: u64 = 8192;
 
 /// Refuses an option that would change nothing of an answer.
 fn unused(given: bool, option: &str, question: &str) -> Result<(), Failure> {
@@ -217,6 +220,11 @@ impl ScenarioArgs {
         unused(self.weights.is_some(), "--weights", "plan gpus, which asks of every weight format")
     }
 
+    /// Refuses what `plan max-context` finds by itself.
+    pub fn check_for_max_context(&self) -> Result<(), Failure> {
+        unused(self.context.is_some(), "--context", "plan max-context, which finds it")
+    }
+
     /// Refuses what `plan max-batch` finds by itself.
     pub fn check_for_max_batch(&self) -> Result<(), Failure> {
         unused(self.batch != 1, "--batch", "plan max-batch, which finds it")?;
@@ -257,7 +265,7 @@ impl ScenarioArgs {
             overhead_bytes: self.overhead.or_else(|| self.taken()).unwrap_or(DEFAULT_OVERHEAD),
             batch: self.batch,
             concurrency: self.concurrency.unwrap_or(1),
-            context: self.context,
+            context: self.context.unwrap_or(CONTEXT),
             output: self.output_tokens,
             chunk: self.prefill_chunk.or(chunk),
             attention: self.attention.unwrap_or(attention),
@@ -275,12 +283,14 @@ impl ScenarioArgs {
 }
 
 /// A policy as the planner sees it.
-fn eviction(text: &str, budget: Budget) -> Result<Eviction, PlanError> {
+fn eviction(text: &str, budget: Budget) -> Result<Eviction, Failure> {
     let policy = Registry::default().policy(text)?;
+    let keeps_all = policy.scorer.is_none() && policy.selection.is_none();
+    unused(keeps_all, "--budget", &format!("the policy '{text}', which evicts nothing"))?;
     Ok(Eviction {
         policy: text.into(),
         budget,
         chunk_tokens: policy.schedule.chunk_tokens.map(|tokens| tokens as u64),
-        selects: policy.selection.is_some() || policy.scorer.is_none(),
+        selects: policy.selection.is_some(),
     })
 }

@@ -154,7 +154,7 @@ pub fn remedy(remedy: &Remedy) -> String {
 }
 
 /// The most that fits, and where that is none what `least`, the smallest that was looked at, needs.
-pub fn most(scenario: &Scenario<'_>, what: &str, most: u64, least: Option<Bytes>) -> String {
+pub fn most(scenario: &Scenario<'_>, [one, many]: [&str; 2], most: u64, least: Option<Bytes>) -> String {
     let answer = match most {
         0 => least.map_or("none".into(), |least| {
             let (term, bytes) = least.terms().into_iter().max_by_key(|(_, bytes)| *bytes).unwrap_or_default();
@@ -162,8 +162,9 @@ pub fn most(scenario: &Scenario<'_>, what: &str, most: u64, least: Option<Bytes>
             let need = gib(least.total());
             format!("none: the least needs {need} GiB, {} GiB of it {term}; {there} GiB are there", gib(bytes))
         }),
-        MOST.. => format!("any number of {what}"),
-        most => format!("{} {what}", grouped(u128::from(most))),
+        1 => format!("1 {one}"),
+        MOST.. => format!("any number of {many}"),
+        most => format!("{} {many}", grouped(u128::from(most))),
     };
     format!("{}{answer}\n", wrapped(&scenario.words(), ""))
 }

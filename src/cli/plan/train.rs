@@ -138,6 +138,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             args.sequence_parallel && args.tensor_parallel == 1,
             "--sequence-parallel shares the sequence out over --tensor-parallel cards, which are 1",
         ),
+        (
+            args.recompute == Recompute::Selective && !args.attention.0,
+            "--recompute selective leaves out the scores that --attention naive keeps, and tiled keeps none; give full or none",
+        ),
     ];
     if let Some((_, why)) = strange.iter().find(|(is, _)| *is) {
         return Err(Failure::usage((*why).into()));
