@@ -199,6 +199,18 @@ impl Named {
             .ok_or_else(|| self.wrong(key, format!("a whole number of at least {least}")))
     }
 
+    /// As [`Named::count`], where there is a most too.
+    ///
+    /// # Errors
+    /// When it is not a whole number in `range`.
+    pub fn count_in(&self, key: &str, default: usize, range: RangeInclusive<usize>) -> Result<usize, NamedError> {
+        let found = self.text(key).map_or(Some(default), |text| text.parse().ok());
+        let (least, most) = (range.start(), range.end());
+        found
+            .filter(|value| range.contains(value))
+            .ok_or_else(|| self.wrong(key, format!("a whole number from {least} to {most}")))
+    }
+
     /// The number a parameter has, or `default`; it must lie in `range`.
     ///
     /// # Errors

@@ -90,8 +90,8 @@ pub struct Args {
     /// Lengths of context, question and answer together, in tokens of the model [default: 1k]
     #[arg(long, value_name = "N", value_delimiter = ',', conflicts_with = "evict_after")]
     context: Vec<String>,
-    /// Samples of each task, or pieces or windows of the text at most [default: 10, of the built-in
-    /// model 20; all windows]
+    /// Samples of each task, or pieces or windows of the text at most [default: 10; of the built-in model, and pieces of a
+    /// text, 20; all windows]
     #[arg(long, value_name = "N")]
     samples: Option<usize>,
     /// What is scored and evicted together: agnostic, aware, aware-kept or aware-whole; or, with --text and nothing evicted,
@@ -254,7 +254,17 @@ impl Args {
     fn spec(&self, protocols: Vec<Protocol>) -> Result<Spec, Failure> {
         let names = Args::names;
         let default = if self.model == [BUILTIN] { OF_BUILTIN } else { OF_YOURS };
-        let policies = if self.memory.is_empty() { default.policies } else { &["full"] };
+        let policies = names(&self.policy, if self.memory.is_empty() { default.policies } else { &["full"] });
+        let keeps_all = |name: &String| {
+            Registry::default().policy(name).is_ok_and(|policy| policy.scorer.is_none() && policy.selection.is_none())
+        };
+        if !self.budget.is_empty() && policies.iter().all(keeps_all) {
+            return Err(Failure::usage(format!(
+                "--budget is {}; nothing is evicted by {}; leave it out, or name a policy that evicts",
+                self.budget.join(","),
+                policies.join(", ")
+            )));
+        }
         let budgets = match &self.budget[..] {
             [] => default.budgets.iter().map(|budget| budget.to_string()).collect(),
             given => given.to_vec(),
@@ -274,7 +284,7 @@ impl Args {
             chat: self.chat,
             beyond_limit: self.beyond_limit,
             context_tokens: Many(parsed(context_option, &contexts)?),
-            policy: Many(names(&self.policy, policies).into_iter().map(PolicyText).collect()),
+            policy: Many(policies.into_iter().map(PolicyText).collect()),
             budget: Many(parsed::<BudgetText>("--budget", &budgets)?),
             memory: Many(names(&self.memory, &[])),
             policy_file: self.policy_file.clone(),

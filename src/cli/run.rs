@@ -50,7 +50,7 @@ pub struct Args {
     #[arg(long, conflicts_with_all = ["resume", "shard", "find_max_context"])]
     join: bool,
     /// List the cells with predicted memory and time, and run nothing
-    #[arg(long, conflicts_with_all = ["resume", "join", "json"])]
+    #[arg(long, conflicts_with_all = ["resume", "join", "json", "shard"])]
     dry_run: bool,
     /// Instead of measuring, find for each kernel and shape the longest context that really runs: predicted from the
     /// formula, then tried and bisected

@@ -133,16 +133,17 @@ impl Episode {
         let entry = named.find("episode", EPISODES, |entry| entry.name)?;
         named.check(entry.parameters)?;
         let number = |key: &str, default: usize, least: usize| -> Result<usize, NamedError> {
-            let value = named.count(key, default, least)?;
-            let wrong = || named.wrong(key, format!("a whole number from {least} to {MOST}"));
-            if value <= MOST { Ok(value) } else { Err(wrong()) }
+            named.count_in(key, default, least..=MOST)
         };
         let choice = |options: &[&str]| {
             let found = named.text("by").unwrap_or(options[0]);
             let place = options.iter().position(|option| *option == found);
             place.ok_or_else(|| named.wrong("by", options.join(" or ")))
         };
-        let share = || named.number("share", 0.25, f64::MIN_POSITIVE..=1.0);
+        let share = || match named.number("share", 0.25, 0.0..=1.0)? {
+            0.0 => Err(named.wrong("share", "above 0 and at most 1".into())),
+            share => Ok(share),
+        };
         let change = match entry.name {
             "overwrite" => {
                 let deletes = choice(&["replace", "write"])? == 0;

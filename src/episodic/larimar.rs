@@ -106,17 +106,11 @@ impl Larimar {
                 .ok_or_else(|| named.wrong(key, format!("{} or {}", options[0], options[1])))
         };
         let is_newton = choice("inverse", ["newton", "exact"])? == 0;
-        let steps = named.count("steps", 15, 1)?;
-        if steps > 40 {
-            return Err(named.wrong("steps", "a whole number from 1 to 40".into()));
-        }
+        let steps = named.count_in("steps", 15, 1..=40)?;
         if named.text("steps").is_some() && !is_newton {
             return Err(named.wrong("steps", "left out with inverse=exact".into()));
         }
-        let slots = named.count("slots", 64, 1)?;
-        if slots > MOST {
-            return Err(named.wrong("slots", format!("at most {MOST}")));
-        }
+        let slots = named.count_in("slots", 64, 1..=MOST)?;
         let address = [Address::Prior, Address::Memory][choice("address", ["prior", "memory"])?];
         let start = match named.text("start") {
             None if address == Address::Memory => Start::Prior,

@@ -11,10 +11,7 @@ pub const ENTRY: FactMemoryEntry = FactMemoryEntry {
     about: "The latest facts as they are, each in a slot of its own; a cue gets the one of the largest cosine",
     paper: "",
     parameters: &[Parameter { name: "slots", default: "64", about: "facts that are kept" }],
-    build: |named| match named.count("slots", 64, 1)? {
-        slots if slots <= MOST_FACTS => Ok(Box::new(List { slots })),
-        _ => Err(named.wrong("slots", format!("1 to {MOST_FACTS}"))),
-    },
+    build: |named| Ok(Box::new(List { slots: named.count_in("slots", 64, 1..=MOST_FACTS)? })),
 };
 
 struct List {

@@ -332,7 +332,7 @@ fn recording<'a>(
 }
 
 /// Refuses logits that are no numbers.
-fn numbers(logits: &[f32]) -> Result<(), EvalError> {
+pub(super) fn numbers(logits: &[f32]) -> Result<(), EvalError> {
     match logits.iter().position(|logit| !logit.is_finite()) {
         Some(token) => Err(ModelError::Logit { logit: logits[token], token: token as u32 }.into()),
         None => Ok(()),

@@ -5,6 +5,7 @@
 //! each has a name ([`Windows`]).
 
 use super::distribution::nats;
+use super::evaluator::numbers;
 use super::{EvalError, Stage};
 use crate::model::{Decoder, ModelError, Text};
 use serde::Serialize;
@@ -135,12 +136,16 @@ pub fn perplexity(
         // The last token predicts nothing of the window.
         let (read, predicted) = (&window[..window.len() - 1], &window[convention.first()..]);
         let (before, rest) = read.split_at(convention.first());
-        let mut sum = 0.0;
-        decoder.prefill(&[before], |_, _, row| sum += nats(row, predicted[0]))?;
-        decoder.follow_closely(&[rest], |_, place, row| sum += nats(row, predicted[place + 1]))?;
-        if !f64::is_finite(sum) {
-            return Err(ModelError::Logit { logit: sum as f32, token: predicted[0] }.into());
-        }
+        let (mut sum, mut found) = (0.0, Ok(()));
+        let mut add = |row: &[f32], token: u32| {
+            sum += nats(row, token);
+            if found.is_ok() {
+                found = numbers(row);
+            }
+        };
+        decoder.prefill(&[before], |_, _, row| add(row, predicted[0]))?;
+        decoder.follow_closely(&[rest], |_, place, row| add(row, predicted[place + 1]))?;
+        found?;
         means.push(sum / predicted.len() as f64);
         each(Perplexity::of(&means));
     }

@@ -3,7 +3,7 @@
 use crate::policy::Budget;
 use crate::units;
 use serde::de::value::MapAccessDeserializer;
-use serde::de::{self, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor};
+use serde::de::{self, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::marker::PhantomData;
@@ -165,26 +165,43 @@ struct NumberOrText(String);
 
 impl<'de> Deserialize<'de> for NumberOrText {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl Visitor<'_> for Either {
-            type Value = NumberOrText;
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a number or a text")
-            }
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<NumberOrText, E> {
-                Ok(NumberOrText(text.into()))
-            }
-            fn visit_i64<E: de::Error>(self, number: i64) -> Result<NumberOrText, E> {
-                Ok(NumberOrText(number.to_string()))
-            }
-            fn visit_u64<E: de::Error>(self, number: u64) -> Result<NumberOrText, E> {
-                Ok(NumberOrText(number.to_string()))
-            }
-            fn visit_f64<E: de::Error>(self, number: f64) -> Result<NumberOrText, E> {
-                Ok(NumberOrText(format!("{number:?}")))
-            }
+        deserializer.deserialize_any(AsText { truths: false }).map(NumberOrText)
+    }
+}
+
+/// Reads one value as text: a number or a text, and `true` and `false` where there are `truths`.
+pub(super) struct AsText {
+    pub truths: bool,
+}
+
+impl Visitor<'_> for AsText {
+    type Value = String;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(if self.truths { "a number, a text, or true or false" } else { "a number or a text" })
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<String, E> {
+        Ok(text.into())
+    }
+
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<String, E> {
+        Ok(number.to_string())
+    }
+
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<String, E> {
+        Ok(number.to_string())
+    }
+
+    fn visit_f64<E: de::Error>(self, number: f64) -> Result<String, E> {
+        Ok(format!("{number:?}"))
+    }
+
+    fn visit_bool<E: de::Error>(self, truth: bool) -> Result<String, E> {
+        match self.truths {
+            true => Ok(truth.to_string()),
+            false => Err(E::invalid_type(Unexpected::Bool(truth), &self)),
         }
-        deserializer.deserialize_any(Either)
     }
 }
 

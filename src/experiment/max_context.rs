@@ -164,6 +164,8 @@ struct Search<'a> {
 /// How far a search has come: contexts below run, contexts above do not.
 #[derive(Default)]
 struct Bracket {
+    /// Of all of its passes: what is available changes while it is searched.
+    limit_bytes: u64,
     runs: usize,
     peak_bytes: u64,
     refused_tokens: Option<usize>,
@@ -179,7 +181,7 @@ impl Search<'_> {
         let limit_bytes = self.limit_bytes();
         let predicted_tokens = self.predict(limit_bytes)?;
         let step_tokens = (predicted_tokens / STEPS).max(1);
-        let bracket = self.bracket(predicted_tokens, step_tokens)?;
+        let bracket = self.bracket(predicted_tokens, step_tokens, limit_bytes)?;
         Ok(MaxContext {
             schema: SCHEMA.into(),
             run_id: self.run_id.into(),
@@ -206,7 +208,7 @@ impl Search<'_> {
     /// handle before anybody asks how much memory is free, as both take some of it.
     fn warm_up(&self) -> Result<Option<String>, RunError> {
         if let Engine::Cuda(_) = self.engine {
-            self.try_out(1)?;
+            self.try_out(1, self.limit_bytes())?;
         }
         Ok(self.prepared(1)?.gemm(self.engine))
     }
@@ -247,8 +249,8 @@ impl Search<'_> {
     }
 
     /// Brackets the limit around `from` and bisects it to within `step`.
-    fn bracket(&self, from: usize, step: usize) -> Result<Bracket, RunError> {
-        let mut bracket = Bracket::default();
+    fn bracket(&self, from: usize, step: usize, limit_bytes: u64) -> Result<Bracket, RunError> {
+        let mut bracket = Bracket { limit_bytes, ..Bracket::default() };
         let (mut at, mut gap) = (from.max(1), step);
         let up = self.probe(at, &mut bracket)?;
         while bracket.refused_tokens.is_none() && bracket.runs < MOST_TOKENS {
@@ -270,7 +272,7 @@ impl Search<'_> {
     /// Tries a context and notes what came of it; whether it runs.
     fn probe(&self, tokens: usize, bracket: &mut Bracket) -> Result<bool, RunError> {
         bracket.probed_tokens.push(tokens);
-        match self.try_out(tokens)? {
+        match self.try_out(tokens, bracket.limit_bytes)? {
             Probe::Runs { peak_bytes } => {
                 (bracket.runs, bracket.peak_bytes) = (tokens, peak_bytes);
                 Ok(true)
@@ -283,14 +285,14 @@ impl Search<'_> {
         }
     }
 
-    fn try_out(&self, tokens: usize) -> Result<Probe, RunError> {
+    fn try_out(&self, tokens: usize, limit_bytes: u64) -> Result<Probe, RunError> {
         let prepared = self.prepared(tokens)?;
         if let Implementation::Missing(reason) = prepared.implementation {
             return Ok(Probe::Refused { refused: None, reason });
         }
         // On a GPU its own memory is the limit, unless another is asked for.
         let arena_bytes = match self.engine {
-            Engine::Cpu(_) => self.limit_bytes(),
+            Engine::Cpu(_) => limit_bytes,
             Engine::Cuda(_) => self.options.limit_bytes.unwrap_or(u64::MAX),
         };
         let trial = match self.engine.blank(&prepared.extents(), arena_bytes, VALUE_BYTE) {

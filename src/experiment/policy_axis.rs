@@ -3,6 +3,7 @@
 //! `{ method = "snapkv", window = 64, with = [{ part = "ada", floor = 0.2 }, "merge"] }` is
 //! `snapkv:window=64+ada:floor=0.2+merge`, and is kept as that text.
 
+use super::axes::AsText;
 use super::cell::Cell;
 use super::spec::Grid;
 use crate::policy::{PRESETS, Policy, PolicyError, PolicyFile, Registry, Statistic};
@@ -147,29 +148,7 @@ struct Value(String);
 
 impl<'de> Deserialize<'de> for Value {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Scalar;
-        impl Visitor<'_> for Scalar {
-            type Value = Value;
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a number, a text, or true or false")
-            }
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Value, E> {
-                Ok(Value(text.into()))
-            }
-            fn visit_i64<E: de::Error>(self, number: i64) -> Result<Value, E> {
-                Ok(Value(number.to_string()))
-            }
-            fn visit_u64<E: de::Error>(self, number: u64) -> Result<Value, E> {
-                Ok(Value(number.to_string()))
-            }
-            fn visit_f64<E: de::Error>(self, number: f64) -> Result<Value, E> {
-                Ok(Value(format!("{number:?}")))
-            }
-            fn visit_bool<E: de::Error>(self, truth: bool) -> Result<Value, E> {
-                Ok(Value(truth.to_string()))
-            }
-        }
-        deserializer.deserialize_any(Scalar)
+        deserializer.deserialize_any(AsText { truths: true }).map(Value)
     }
 }
 

@@ -13,7 +13,7 @@ use super::grid::Experiment;
 use super::measure::{Implementation, Prepared, Stage};
 use super::record::{Latency, Memory, Record, Status, Worker};
 use super::stats::{median_with_interval, quantile};
-use super::store::{CELLS, Store, StoreError, finished};
+use super::store::{CELLS, Store, StoreError, current, finished};
 use crate::device::cuda::CudaError;
 use crate::policy::Registry;
 use crate::workload::{Extents, Knobs, Workload, WorkloadError};
@@ -70,7 +70,7 @@ pub struct Outcome {
     pub folder: PathBuf,
     /// Its name.
     pub run_id: String,
-    /// All records, those of an earlier run and of other processes included.
+    /// The last record of every cell, those of an earlier run and of other processes included.
     pub records: Vec<Record>,
     /// Cells that failed now.
     pub failed: Vec<Record>,
@@ -147,10 +147,17 @@ pub fn run<'e>(
     for prepared in &todo {
         done.remove(&prepared.cell.id());
     }
-    let missing = |cells: Vec<&'_ Cell>| -> Vec<Cell> {
+    let mut missing = |cells: Vec<&'_ Cell>| -> Vec<Cell> {
+        let is_open = |cell: &&Cell| !done.contains(&cell.id());
+        if cells[0].measure.comparisons().is_some_and(|measured| measured.takes_turns()) && cells.iter().any(is_open) {
+            cells.iter().for_each(|cell| {
+                done.remove(&cell.id());
+            });
+        }
         cells.into_iter().filter(|cell| !done.contains(&cell.id())).cloned().collect()
     };
-    let comparisons: Vec<Vec<Cell>> = comparisons.into_iter().map(missing).filter(|cells| !cells.is_empty()).collect();
+    let comparisons: Vec<Vec<Cell>> =
+        comparisons.into_iter().map(&mut missing).filter(|cells| !cells.is_empty()).collect();
     let cells = todo.len() + comparisons.iter().map(Vec::len).sum::<usize>();
     progress(Progress::Start { cells, resumed: done.len() });
 
@@ -162,7 +169,7 @@ pub fn run<'e>(
     let Runner { store: Store { folder, run_id, .. }, records: new, .. } = runner;
     let failed = new.iter().filter(|record| record.status == Status::Failed).cloned().collect();
     records.extend(new);
-    Ok(Outcome { folder, run_id, records, failed, missing: 0 })
+    Ok(Outcome { folder, run_id, records: current(records), failed, missing: 0 })
 }
 
 /// What a run's folder says of it: the configuration and the environment.
@@ -366,7 +373,14 @@ impl Runner<'_> {
         }
     }
 
-    fn end(&mut self, record: Record) -> Result<(), RunError> {
+    fn end(&mut self, mut record: Record) -> Result<(), RunError> {
+        // A run under a larger limit tries again what did not fit into this one.
+        if record.status == Status::Oom {
+            record.memory.get_or_insert_default();
+        }
+        if let Some(memory) = &mut record.memory {
+            memory.limit_bytes = self.options.limit_bytes;
+        }
         self.store.append(&record)?;
         (self.progress)(Progress::Done(&record));
         self.records.push(record);

@@ -10,7 +10,7 @@ mod joint;
 pub use joint::Joint;
 
 use super::earlier;
-use super::record::{Memory, Record, SCHEMA, Status};
+use super::record::{Record, SCHEMA, Status};
 use serde::Serialize;
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -109,7 +109,7 @@ impl Store {
         let mut records = read_parts(&folder)?;
         let (store, own) = Store { run_id: name(&folder), folder, path, lines }.go_on()?;
         records.extend(own);
-        Ok(Some((store, records)))
+        Ok(Some((store, current(records))))
     }
 
     /// Reads what is in the file and cuts off a torn last line.
@@ -134,20 +134,30 @@ impl Store {
     }
 }
 
-/// Cells that need not run again: measured, or known not to fit into `limit_bytes`.
+/// The last record of each cell, in the order in which they were written: a cell that is run again replaces what it was before.
+pub fn current(records: Vec<Record>) -> Vec<Record> {
+    let mut seen = HashSet::new();
+    let mut current: Vec<Record> =
+        records.into_iter().rev().filter(|record| seen.insert(record.cell_id.clone())).collect();
+    current.reverse();
+    current
+}
+
+/// Cells of [`current`] records that need not run again: measured, or out of memory in as much as there is now.
 pub fn finished(records: &[Record], limit_bytes: u64) -> HashSet<String> {
-    let fits_now = |memory: &Memory| {
-        memory.limit_bytes < memory.predicted_peak_bytes && memory.predicted_peak_bytes <= limit_bytes
+    let may_fit = |record: &Record| {
+        let limit_then = record.memory.as_ref().map_or(0, |memory| memory.limit_bytes);
+        limit_then < limit_bytes && record.needed_bytes().is_none_or(|needed| needed <= limit_bytes)
     };
     let is_done = |record: &&Record| match record.status {
         Status::Ok | Status::Skipped => true,
-        Status::Oom => !record.memory.as_ref().is_some_and(fits_now),
+        Status::Oom => !may_fit(record),
         Status::Failed => false,
     };
     records.iter().filter(is_done).map(|record| record.cell_id.clone()).collect()
 }
 
-/// Reads the records of a run's folder and their environment, as written so far; a torn last line is left out.
+/// Reads the [`current`] records of a run's folder and their environment, as written so far; a torn last line is left out.
 ///
 /// # Errors
 /// When the folder holds no records or they are damaged.
@@ -155,6 +165,7 @@ pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreErro
     let mut records = read_parts(folder)?;
     // Last, because what failed while processes shared the run is run again into it, and of two records the later counts.
     records.extend(read_records(&folder.join(CELLS))?.0);
+    let mut records = current(records);
     earlier::renew_intervals(&mut records);
     let path = folder.join("env.json");
     let environment = match fs::read_to_string(&path) {

@@ -69,7 +69,9 @@ pub fn audit(folder: &Path) -> Result<Audit, PlanError> {
             records.extend(store::read(run).map_err(|error| wrong(error.to_string()))?.0);
         }
         if let Ok(text) = fs::read_to_string(run.join(MAX_CONTEXTS)) {
-            for line in text.lines() {
+            // A last line that a kill tore is left out.
+            let whole = text.rfind('\n').map_or("", |last| &text[..last]);
+            for line in whole.lines() {
                 let limit: MaxContext =
                     serde_json::from_str(line).map_err(|error| wrong(format!("{MAX_CONTEXTS}: {error}")))?;
                 limits.push(limit);

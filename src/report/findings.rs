@@ -5,7 +5,7 @@
 use super::naming::{HEADS, KERNEL, Naming};
 use super::noise::{self, Measured};
 use super::{baseline, knobs, leaderboard, palette, serving, text};
-use crate::experiment::measure::Measure;
+use crate::experiment::measure::{Choice, Measure};
 use crate::experiment::record::{Drift, Record, Status};
 use crate::units;
 use std::collections::BTreeMap;
@@ -29,11 +29,12 @@ pub fn of(records: &[&Record]) -> Vec<String> {
     sentences
 }
 
-/// For each kernel that ran out of memory: where. Training is no matter of kernels: its table says which way has no room.
+/// For each kernel that ran out of memory: where. Other measures are no matter of kernels: their tables say what has no room.
 fn ran_out(records: &[&Record]) -> Vec<String> {
     let mut first: BTreeMap<(Measure, &str), &Record> = BTreeMap::new();
-    let is_kernels = |record: &&&Record| ![Measure::TRAIN, Measure::TUNE].contains(&record.cell.measure);
-    let ran_out = |record: &&&Record| record.status == Status::Oom && record.memory.is_some();
+    let is_kernels =
+        |record: &&&Record| record.cell.measure.compares() == Choice::Kernel || record.cell.measure == Measure::EVICT;
+    let ran_out = |record: &&&Record| record.status == Status::Oom && record.needed_bytes().is_some();
     for record in records.iter().filter(is_kernels).filter(ran_out) {
         let known = first.entry((record.cell.measure, &record.cell.kernel)).or_insert(record);
         if record.cell.context_tokens < known.cell.context_tokens {
@@ -41,12 +42,12 @@ fn ran_out(records: &[&Record]) -> Vec<String> {
         }
     }
     let sentence = |((measure, kernel), record): ((Measure, &str), &Record)| {
-        let memory = record.memory.as_ref()?;
+        let (memory, needed) = (record.memory.as_ref()?, record.needed_bytes()?);
         Some(format!(
             "{}: `{kernel}` runs out of memory at a context of {}; it would need {}, the limit is {}.",
             measure.name(),
             units::tokens(record.cell.context_tokens),
-            units::bytes(memory.predicted_peak_bytes),
+            units::bytes(needed),
             units::bytes(memory.limit_bytes),
         ))
     };

@@ -121,8 +121,9 @@ fn picture(figure: &Figure) -> Value {
 
 /// A cell that has no numbers, and why.
 fn trouble(record: &Record) -> Value {
-    let of_memory = record.memory.as_ref().filter(|_| record.status == Status::Oom).map(|memory| {
-        let (needs, limit) = (units::bytes(memory.predicted_peak_bytes), units::bytes(memory.limit_bytes));
+    let is_full = record.status == Status::Oom;
+    let of_memory = record.needed_bytes().zip(record.memory.as_ref()).filter(|_| is_full).map(|(needed, memory)| {
+        let (needs, limit) = (units::bytes(needed), units::bytes(memory.limit_bytes));
         format!("needs {needs}, {limit} are allowed (--limit-memory)")
     });
     context! {

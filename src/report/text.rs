@@ -63,7 +63,9 @@ pub fn main_phase(record: &Record) -> Option<&Latency> {
 pub fn peak(record: &Record) -> String {
     match (&record.memory, record.status) {
         (Some(memory), Status::Ok) => units::bytes(memory.peak_bytes),
-        (Some(memory), Status::Oom) => format!("~{}", units::bytes(memory.predicted_peak_bytes)),
+        (Some(memory), Status::Oom) if memory.predicted_peak_bytes > 0 => {
+            format!("~{}", units::bytes(memory.predicted_peak_bytes))
+        }
         _ => NOTHING.into(),
     }
 }

@@ -113,9 +113,7 @@ impl Trace {
         named.check(entry.parameters)?;
         let number = |key: &str, least: usize, most: usize| -> Result<usize, NamedError> {
             let default = default_of(entry, key).parse().expect("a default is a number");
-            let value = named.count(key, default, least)?;
-            let wrong = || named.wrong(key, format!("a whole number from {least} to {most}"));
-            if value <= most { Ok(value) } else { Err(wrong()) }
+            named.count_in(key, default, least..=most)
         };
         let pool = Pool { slots: number("slots", 1, 1 << 28)?, max_tokens: number("max", 2, 1 << 30)? };
         let steps = number("steps", 1, 1_000_000_000)?;

@@ -23,7 +23,7 @@ pub(super) const COMMON: TaskEntry = TaskEntry {
     about: "the ten words that stand most often in a numbered list",
     origin: RULER,
     parameters: &[
-        Parameter { name: "words", default: "10", about: "words that are asked for" },
+        Parameter { name: "words", default: "10", about: "words that are asked for, at most 100" },
         Parameter {
             name: "often",
             default: "6",
@@ -47,9 +47,12 @@ pub(super) const FREQUENT: TaskEntry = TaskEntry {
     build: |named| Ok(Box::new(Frequent { alpha: named.number("alpha", 2.0, 1.1..=3.0)? })),
 };
 
+/// Most times that a word stands in a list.
+const MOST_TIMES: usize = 1000;
+
 fn common(named: &Named) -> Result<Box<dyn Task>, NamedError> {
-    let (words, seldom) = (named.count("words", 10, 1)?, named.count("seldom", 1, 1)?);
-    Ok(Box::new(Common { words: words.min(100), often: named.count("often", 6, seldom + 1)?, seldom }))
+    let (words, seldom) = (named.count_in("words", 10, 1..=100)?, named.count_in("seldom", 1, 1..=MOST_TIMES - 1)?);
+    Ok(Box::new(Common { words, often: named.count_in("often", 6, seldom + 1..=MOST_TIMES)?, seldom }))
 }
 
 impl Task for Common {

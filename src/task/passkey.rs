@@ -15,7 +15,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     about: "the one number in a text of repeated sentences, said twice",
     origin: "Landmark Attention (arXiv 2305.16300)",
     parameters: &[
-        Parameter { name: "digits", default: "5", about: "digits of the number" },
+        Parameter { name: "digits", default: "5", about: "digits of the number, at most 18" },
         Parameter { name: "depth", default: "random", about: "where it lies: 0 the beginning, 1 the end" },
     ],
     build,
@@ -23,7 +23,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 
 fn build(named: &Named) -> Result<Box<dyn Task>, NamedError> {
     let depth = named.text("depth").map(|_| named.number("depth", 0.0, 0.0..=1.0)).transpose()?;
-    Ok(Box::new(Passkey { digits: named.count("digits", 5, 1)?.min(18), depth }))
+    Ok(Box::new(Passkey { digits: named.count_in("digits", 5, 1..=18)?, depth }))
 }
 
 impl Task for Passkey {

@@ -13,8 +13,8 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "needle-threading",
     about: "the end of a chain: each value is the next pair's key",
     origin: "Needle Threading (arXiv 2411.05000)",
-    parameters: &[Parameter { name: "steps", default: "3", about: "pairs of the chain" }],
-    build: |named| Ok(Box::new(Threading { steps: named.count("steps", 3, 1)? })),
+    parameters: &[Parameter { name: "steps", default: "3", about: "pairs of the chain, at most 1000" }],
+    build: |named| Ok(Box::new(Threading { steps: named.count_in("steps", 3, 1..=1000)? })),
 };
 
 impl Task for Threading {

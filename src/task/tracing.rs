@@ -14,12 +14,12 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "vt",
     about: "all variables that hold a number, which is handed on from one to the next",
     origin: "RULER (arXiv 2404.06654)",
-    parameters: &[Parameter { name: "hops", default: "4", about: "times the number is handed on" }],
+    parameters: &[Parameter { name: "hops", default: "4", about: "times the number is handed on, at most 99" }],
     build,
 };
 
 fn build(named: &Named) -> Result<Box<dyn Task>, NamedError> {
-    Ok(Box::new(Tracking { hops: named.count("hops", 4, 1)?.min(99) }))
+    Ok(Box::new(Tracking { hops: named.count_in("hops", 4, 1..=99)? }))
 }
 
 impl Task for Tracking {

@@ -8,7 +8,7 @@
 
 use super::loss::Target;
 use super::network::Batch;
-use super::recipe::{DataSpec, Recipe, SourceSpec};
+use super::recipe::{DataSpec, Evaluation, Recipe, SourceSpec};
 use super::text::TextSource;
 use super::vocabulary::Vocabulary;
 use crate::device::Cpu;
@@ -333,23 +333,45 @@ impl<'a> Data<'a> {
     /// When there is no such task, or it does not fit.
     pub fn held_out(&self, cpu: &Cpu, name: &str, samples: usize, len: usize) -> Result<Batch, DataError> {
         let task = task::task(name)?;
-        let make = |index: usize| {
-            let draw = Draw::new(self.seed ^ HELD_OUT, index as u64);
-            let target = len - self.vocabulary.begin().len();
-            let Sample { context, questions, .. } =
-                task::generate(name, task.as_ref(), target, &draw, self.vocabulary)?;
-            let mut sequence = Sequence::begun(self.vocabulary, len);
-            sequence.push(&context, 0.0);
-            sequence.push(&questions[0].prompt(), 0.0);
-            sequence.push(&questions[0].expected, 1.0);
-            // What follows an answer changes nothing of it.
-            sequence.tokens.resize(len + 1, (self.vocabulary.end().unwrap_or(0), 0.0));
-            Ok(sequence.tokens)
-        };
+        let make = |index: usize| self.held_out_sequence(name, task.as_ref(), index, len);
         let indices: Vec<usize> = (0..samples).collect();
         let sequences: Vec<Vec<(u32, f32)>> =
             cpu.install(|| indices.par_iter().map(|&index| make(index)).collect::<Result<_, DataError>>())?;
         Ok(batch_of(&sequences, len))
+    }
+
+    /// A sample of [`Data::held_out`].
+    fn held_out_sequence(
+        &self,
+        name: &str,
+        task: &dyn Task,
+        index: usize,
+        len: usize,
+    ) -> Result<Vec<(u32, f32)>, DataError> {
+        let draw = Draw::new(self.seed ^ HELD_OUT, index as u64);
+        let target = len - self.vocabulary.begin().len();
+        let Sample { context, questions, .. } = task::generate(name, task, target, &draw, self.vocabulary)?;
+        let mut sequence = Sequence::begun(self.vocabulary, len);
+        sequence.push(&context, 0.0);
+        sequence.push(&questions[0].prompt(), 0.0);
+        sequence.push(&questions[0].expected, 1.0);
+        // What follows an answer changes nothing of it.
+        sequence.tokens.resize(len + 1, (self.vocabulary.end().unwrap_or(0), 0.0));
+        Ok(sequence.tokens)
+    }
+
+    /// Tries what a run will be judged by: each task at each length up to `longest`. An error behind many steps would lose them.
+    ///
+    /// # Errors
+    /// As [`Data::held_out`].
+    pub(super) fn check(&self, evaluation: &Evaluation, longest: usize) -> Result<(), DataError> {
+        for name in &evaluation.tasks {
+            let task = task::task(name)?;
+            for &length in evaluation.lengths.iter().filter(|length| **length <= longest) {
+                self.held_out_sequence(name, task.as_ref(), 0, length)?;
+            }
+        }
+        Ok(())
     }
 }
 

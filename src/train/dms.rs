@@ -16,6 +16,7 @@ use super::activations::{Extents, Recompute};
 use super::adamw::AdamW;
 use super::checkpoint::{self, Array, Progress};
 use super::data::Data;
+use super::error::{HELD_OUT_LOSS, LOSS};
 use super::export;
 use super::gates::{Gates, Mode, OFFSET, SCALE, TAU};
 use super::log::{self, Line, Log};
@@ -171,9 +172,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             adapters.gradient.fill(0.0);
         }
         let found = network.distil(weights.all(), &tokens, mode, Some((target, settings.pressure)))?;
-        if !found.kl.is_finite() {
-            return Err(TrainError::Diverged { step, loss: found.kl });
-        }
+        TrainError::diverged(LOSS, step, found.kl)?;
         let rate = optimizer.rate(step, settings.steps);
         let (gates, adapters) = network.gates_and_adapters();
         let Gates { weights: trained, gradient, parameters, .. } = gates;
@@ -218,9 +217,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
                 let found = network.distil(weights.all(), &tokens, Mode::Hard, None)?;
                 (kl, evicted) = (kl + found.kl / batches as f64, evicted + found.evicted / batches as f64);
             }
-            if !kl.is_finite() {
-                return Err(TrainError::Diverged { step, loss: kl });
-            }
+            TrainError::diverged(HELD_OUT_LOSS, step, kl)?;
             let line = Line::HeldOutGates { step: done, kl, evicted };
             log.tell(watch, line)?;
             let (gates, adapters) = network.gates_and_adapters();

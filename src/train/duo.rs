@@ -11,6 +11,7 @@ use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
 use super::checkpoint::{self, Progress};
 use super::data::Data;
+use super::error::LOSS;
 use super::export;
 use super::head_gates::HeadGates;
 use super::log::{self, Line, Log};
@@ -186,9 +187,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         }
         network.head_gates().gradient.fill(0.0);
         let distance = network.identify(weights.all(), &batch, Some(settings.pressure))?;
-        if !distance.is_finite() {
-            return Err(TrainError::Diverged { step, loss: distance });
-        }
+        TrainError::diverged(LOSS, step, distance)?;
         let rate = settings.rate(step);
         let HeadGates { alpha, gradient, parameters, .. } = network.head_gates();
         adamw.update(cpu, &optimizer, parameters, (step, rate), alpha, gradient);

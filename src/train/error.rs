@@ -11,6 +11,13 @@ use crate::ranks::RankError;
 use crate::tensor::file::FileError;
 use std::path::{Path, PathBuf};
 
+/// What [`TrainError::Diverged`] is said of.
+pub(super) const LOSS: &str = "loss";
+/// See [`LOSS`].
+pub(super) const GRADIENT_NORM: &str = "norm of the gradient";
+/// See [`LOSS`].
+pub(super) const HELD_OUT_LOSS: &str = "held-out loss";
+
 /// Training that cannot begin or go on.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
@@ -88,17 +95,24 @@ pub enum TrainError {
         /// Fraction that is asked for.
         target: f64,
     },
-    /// The loss is no number any more.
-    #[error("the loss of step {step} is {loss}; a smaller learning rate or more warmup may help")]
+    /// The loss, or what a step makes of it, is no number any more.
+    #[error("the {what} of step {step} is {value}; a smaller learning rate or more warmup may help")]
     Diverged {
+        /// What it is.
+        what: &'static str,
         /// The step.
         step: usize,
-        /// The loss.
-        loss: f64,
+        /// What it came to.
+        value: f64,
     },
 }
 
 impl TrainError {
+    /// Refuses what a step came to if it is no number.
+    pub(super) fn diverged(what: &'static str, step: usize, value: f64) -> Result<(), Self> {
+        if value.is_finite() { Ok(()) } else { Err(TrainError::Diverged { what, step, value }) }
+    }
+
     pub(super) fn read(path: &Path, error: &std::io::Error) -> Self {
         TrainError::System { verb: "read", path: path.into(), reason: error.to_string() }
     }

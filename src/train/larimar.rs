@@ -12,6 +12,7 @@ mod fit;
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
 use super::checkpoint::{self, Progress};
+use super::error::LOSS;
 use super::export;
 use super::fine_tuned::{FineTuned, fine_tune};
 use super::holder::Whole;
@@ -176,14 +177,15 @@ pub fn run(
     let optimizer = settings.optimizer();
     let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
     let (mut loss, mut since, mut seconds) = (0.0, 0, 0.0);
+    if checkpoint::is_done(folder, &progress, end) {
+        return Ok(None);
+    }
     while progress.step < end {
         let (step, began) = (progress.step, Instant::now());
         let batch = draw(&encoder, &pool, settings, step as u64, len, network.readout())?;
         network.readout().gradient.fill(0.0);
         let found = network.step_of(&mut Whole { weights: weights.all(), gradients: &mut [] }, &batch)?;
-        if !found.is_finite() {
-            return Err(TrainError::Diverged { step, loss: found });
-        }
+        TrainError::diverged(LOSS, step, found)?;
         let rate = optimizer.rate(step, settings.steps);
         let Readout { weights: trained, gradient, parameters, .. } = network.readout();
         let gradient_norm = adamw.update(cpu, &optimizer, parameters, (step, rate), trained, gradient);
@@ -211,12 +213,13 @@ pub fn run(
         }
         if done.is_multiple_of(SAVE_STEPS) || done == end {
             let readout = network.readout();
-            checkpoint::save(folder, &digest, &progress, [readout.weights.len(); 3], &mut |array, take| {
-                take([&readout.weights, &adamw.mean, &adamw.square][array as usize])
-            })?;
             let (weight, bias) = readout.weights.split_at(readout.parameters[1].range.start);
             maps.readout = [weight.to_vec(), bias.to_vec()];
             maps.save(&folder.join(MAPS))?;
+            // Last: a run that is killed before it writes all of this again.
+            checkpoint::save(folder, &digest, &progress, [readout.weights.len(); 3], &mut |array, take| {
+                take([&readout.weights, &adamw.mean, &adamw.square][array as usize])
+            })?;
         }
     }
     if progress.step < settings.steps {

@@ -108,6 +108,9 @@ pub struct Evaluation {
     pub save_steps: usize,
 }
 
+/// Fewest tokens of a sequence.
+const SHORTEST: usize = 16;
+
 impl Recipe {
     /// Reads a recipe's file.
     ///
@@ -175,6 +178,9 @@ impl Recipe {
         if [every_steps, samples, log_steps, save_steps].contains(&0) {
             return Err("evaluation: every_steps, samples, log_steps and save_steps must be at least 1".into());
         }
+        if let Some(length) = self.evaluation.lengths.iter().find(|length| **length < SHORTEST) {
+            return Err(format!("evaluation: a length is {length}; it must be at least {SHORTEST}"));
+        }
         Ok(())
     }
 
@@ -183,9 +189,9 @@ impl Recipe {
     /// # Errors
     /// One line with the length and what would be right.
     pub(super) fn check_lengths(&self, most: usize, named: &str) -> Result<(), String> {
-        match self.stages.iter().find(|stage| !(16..=most).contains(&stage.length)) {
+        match self.stages.iter().find(|stage| !(SHORTEST..=most).contains(&stage.length)) {
             Some(Stage { length, .. }) => {
-                Err(format!("a stage's length is {length}; it must be 16 to {named}, {most}"))
+                Err(format!("a stage's length is {length}; it must be {SHORTEST} to {named}, {most}"))
             }
             None => Ok(()),
         }

@@ -71,17 +71,15 @@ pub fn run(
     let whole = Parameters::with_frozen(&start.config, &recipe.frozen).map_err(misfit)?;
     let parameters = Parameters::with_frozen(&share, &recipe.frozen).map_err(misfit)?;
     let data = Data::new(recipe, &start.vocabulary)?;
+    data.check(&recipe.evaluation, recipe.stages.iter().map(|stage| stage.length).max().unwrap_or(0))?;
     let arena = Arena::with_limit(options.limit_bytes);
     let mut trainer = Trainer::new(recipe, (place, &groups), &arena, [&whole, &parameters], &start, &data, options)?;
     let end = options.stop_after.unwrap_or(usize::MAX).min(recipe.steps());
-    if trainer.progress.step >= end {
-        // There is nothing to add to the record of a run that is done.
-        return Ok(());
-    }
+    // Nothing is to be added to a run that is done.
     while trainer.progress.step < end {
-        trainer.stage(end, watch)?;
+        trainer.stage(end, options, watch)?;
     }
-    trainer.finish(options)
+    Ok(())
 }
 
 struct Trainer<'a> {
@@ -185,7 +183,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Steps of the stage that comes next, up to `end`.
-    fn stage(&mut self, end: usize, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
+    fn stage(&mut self, end: usize, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
         let recipe = self.recipe;
         let stage = recipe.stage(self.progress.step);
         let ranks = self.place.comm.size();
@@ -232,13 +230,17 @@ impl<'a> Trainer<'a> {
                 )?;
                 since = Since::default();
             }
-            if done.is_multiple_of(recipe.evaluation.save_steps) || last {
-                self.save()?;
-            }
             if done.is_multiple_of(recipe.evaluation.every_steps) || last {
                 let used = self.arena.usage().peak;
                 self.evaluate(stage.length, watch)?;
                 self.note_memory(&extents, used)?;
+            }
+            if last {
+                self.finish(options)?;
+            }
+            // Last: a run that is killed before it does all of this again.
+            if done.is_multiple_of(recipe.evaluation.save_steps) || last {
+                self.save()?;
             }
         }
         Ok(())
@@ -259,8 +261,9 @@ impl<'a> Trainer<'a> {
         let lengths = evaluation.lengths.iter().filter(|length| **length <= longest);
         let longest = lengths.clone().max().copied();
         for &length in lengths {
-            let at_once = JUDGED_AT_ONCE.min(evaluation.samples);
-            let samples = evaluation.samples / at_once * at_once;
+            let samples = evaluation.samples;
+            let divides = |at_once: &usize| samples.is_multiple_of(*at_once);
+            let at_once = (1..=JUDGED_AT_ONCE).rev().find(divides).expect("all are multiples of 1");
             let extents = self.extents(Stage { length, batch: at_once, steps: 1 });
             let mut network = self.network(extents)?;
             for task in &evaluation.tasks {

@@ -9,6 +9,7 @@
 use super::activations::{Extents, Recompute};
 use super::adamw::Constants;
 use super::checkpoint::{self, Progress};
+use super::error::{GRADIENT_NORM, HELD_OUT_LOSS, LOSS};
 use super::export;
 use super::log::{self, Line, Log};
 use super::lora::Asked;
@@ -216,14 +217,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
             let batch = batch(text.drawn(first, [at_once, len]), len, at_once, weight);
             loss += network.step_of(&mut tuned.holder(), &batch)?;
         }
-        if !loss.is_finite() {
-            return Err(TrainError::Diverged { step, loss });
-        }
+        TrainError::diverged(LOSS, step, loss)?;
         let rate = constants.rate(step, steps);
         let gradient_norm = tuned.update(cpu, &constants, (step, rate), &mut network);
-        if !gradient_norm.is_finite() {
-            return Err(TrainError::Diverged { step, loss: gradient_norm });
-        }
+        TrainError::diverged(GRADIENT_NORM, step, gradient_norm)?;
         let seconds = progress.add(sequences, sequences * len, began);
         since = Since { steps: since.steps + 1, loss: since.loss + loss, seconds: since.seconds + seconds };
         let done = progress.step;
@@ -248,9 +245,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         if done.is_multiple_of(SAVE_STEPS) || done == end {
             let loss = judge(settings, &text, &mut network, &mut tuned)?;
             // What is no number is not written over what was one.
-            if !loss.is_finite() {
-                return Err(TrainError::Diverged { step, loss });
-            }
+            TrainError::diverged(HELD_OUT_LOSS, step, loss)?;
             log.tell(watch, held_out(done, loss))?;
             plan.export(folder, &settings.model, &base, &mut tuned, &mut network)?;
             let lens = tuned.lens(&mut network);

@@ -7,6 +7,7 @@
 use super::Network;
 use super::activations::{Extents, Recompute};
 use super::data::Data;
+use super::error::LOSS;
 use super::lora::Asked;
 use super::optimizer::Kind;
 use super::recipe::Recipe;
@@ -199,9 +200,7 @@ impl TunedSteps {
             let began = Instant::now();
             tuned.begin(&mut network);
             let loss = network.step_of(&mut tuned.holder(), &batch)?;
-            if !loss.is_finite() {
-                return Err(TrainError::Diverged { step, loss });
-            }
+            TrainError::diverged(LOSS, step, loss)?;
             tuned.update(cpu, &constants, (step, constants.learning_rate), &mut network);
             seen.losses.push(loss);
             if step > 0 {

@@ -257,6 +257,7 @@ fn mistakes_are_one_line() {
         (&["eval", "--model", "nowhere"][..], "nowhere"),
         (&["eval", "--model", "m", "--task", "chess"], "unknown task 'chess'"),
         (&["eval", "--model", "m", "--policy", "h3o"], "unknown policy 'h3o'"),
+        (&["eval", "--policy", "full", "--budget", "0.25"], "--budget is 0.25; nothing is evicted by full"),
         (&["eval", "--model", "m", "--budget", "1.5"], "--budget: '1.5' is not a budget"),
         (&["eval", "--model", "m", "--context", "none"], "--context: 'none' is not a token count"),
         (

@@ -84,7 +84,7 @@ fn mistakes_are_one_line_and_status_2() {
     for (arguments, said) in [
         (
             "memory write --memory larimar:slots=0 --input facts --output o",
-            "slots is '0'; it must be a whole number of at least 1",
+            "slots is '0'; it must be a whole number from 1 to",
         ),
         ("memory write --memory camelot --input facts --output o", "unknown memory of facts 'camelot'"),
         ("memory write --input facts --output o", "--memory"),

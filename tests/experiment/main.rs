@@ -10,5 +10,6 @@ mod guides;
 mod joint;
 mod knobs;
 mod measures;
+mod resume;
 mod serving;
 mod tasks;

@@ -210,7 +210,11 @@ fn names_and_parameters_that_mean_nothing_are_refused() {
         ("niah", "unknown task 'niah'"),
         ("recall:keys=2", "no parameter 'keys'; it has queries"),
         ("passkey:depth=2", "between 0 and 1"),
-        ("cwe:often=3,seldom=3", "at least 4"),
+        ("cwe:often=3,seldom=3", "from 4 to 1000"),
+        ("cwe:words=101", "words is '101'; it must be a whole number from 1 to 100"),
+        ("needle-threading:steps=1000000000000000000", "from 1 to 1000"),
+        ("vt:hops=100", "from 1 to 99"),
+        ("passkey:digits=19", "from 1 to 18"),
     ] {
         let error = task(text).err().unwrap().to_string();
         assert!(error.contains(expected), "{error}");

@@ -301,6 +301,7 @@ fn what_cannot_be_is_said_in_one_line() {
         ("write:count=0", "count is '0'"),
         ("write:share=0.5", "'write' has no parameter 'share'"),
         ("forget:by=prayer", "delete or unknown or both"),
+        ("overwrite:share=0", "share is '0'; it must be above 0 and at most 1"),
         ("recite", "unknown episode 'recite'"),
     ] {
         let error = Episode::parse(text).err().unwrap().to_string();

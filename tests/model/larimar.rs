@@ -258,6 +258,22 @@ fn mistakes_are_one_line_and_status_2() {
 }
 
 #[test]
+fn a_memory_is_read_by_the_maps_that_wrote_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    fs::write(folder.join("facts"), " amber falcon:\t river\n").unwrap();
+    fs::write(folder.join("questions"), " amber falcon:\n").unwrap();
+    memory(folder, "write --input facts --output m").assert().success();
+    let mut maps = fs::read(MAPS_OF_BUILTIN).unwrap();
+    *maps.last_mut().unwrap() ^= 1;
+    fs::write(folder.join("maps"), maps).unwrap();
+    let mut command = Command::cargo_bin("kvsieve").unwrap();
+    command.current_dir(folder).args(["memory", "read", "--from", "m", "--input", "questions", "--output", "answers"]);
+    command.arg("--model").arg(fs::canonicalize("models/builtin").unwrap()).args(["--maps", "maps"]);
+    command.assert().code(2).stderr(contains("'m' was written from other maps of this model"));
+}
+
+#[test]
 fn maps_of_another_model_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("facts"), " a:\t b\n").unwrap();

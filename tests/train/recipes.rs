@@ -131,6 +131,22 @@ fn a_run_that_stops_or_is_killed_goes_on_with_the_same_bits() {
     }
 }
 
+/// The checkpoint of the last step says that there is nothing more to do: it is written behind all else.
+#[test]
+fn a_run_that_ends_before_its_record_is_written_is_gone_on_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out) = (folder.path().join("six.toml"), folder.path().join("out"));
+    fs::write(&path, RECIPE.replace("samples = 4", "samples = 6")).unwrap();
+    // A folder in the record's place.
+    let record = out.join("training.json");
+    fs::create_dir_all(&record).unwrap();
+    train(&path, &out, &[]).code(1);
+    fs::remove_dir(&record).unwrap();
+    train(&path, &out, &["--resume"]).success();
+    let record: serde_json::Value = serde_json::from_str(&fs::read_to_string(&record).unwrap()).unwrap();
+    assert_eq!((&record["steps"], &record["accuracy"][0]["samples"]), (&12.into(), &6.into()));
+}
+
 /// The recipe with another `[model]`, and more before it.
 fn recipe_of(before: &str, model: &str) -> String {
     let (head, rest) = RECIPE.split_once("[model]").unwrap();
@@ -348,6 +364,9 @@ fn mistakes_are_one_line_and_exit_status_2() {
             "model.vocabulary needs data.text, the file of a text",
         ),
         ("norm_eps = 1e-5", "norm_eps = 1e-5\nvocabulary = 200", "model.vocabulary is 200; it must be 258 to 65536"),
+        ("tasks = [\"recall\"]", "tasks = [\"recal\"]", "unknown task 'recal'"),
+        ("tasks = [\"recall\"]", "tasks = [\"cwe\"]", "too few for the task 'cwe'"),
+        ("lengths = [96]", "lengths = [96, 0]", "evaluation: a length is 0; it must be at least 16"),
         ("text_weight = 0.1", "text_weight = 0.1\ntext = 'nowhere.txt'", "cannot read the text 'nowhere.txt'"),
         ("text_weight = 0.1", "text_weight = 0.1\ntext = 'models/builtin/recipe.toml'", "at least 3860 are needed"),
     ];

@@ -72,10 +72,7 @@ pub const ENTRY: KernelEntry = KernelEntry {
     build: |named| {
         let extent = |key| match named.text(key) {
             None | Some("auto") => Ok(None),
-            Some(_) => match named.count(key, 1, 1)? {
-                value if value <= TileSizes::MAX => Ok(Some(value)),
-                _ => Err(named.wrong(key, format!("at most {}", TileSizes::MAX))),
-            },
+            Some(_) => named.count_in(key, 1, 1..=TileSizes::MAX).map(Some),
         };
         Ok(Box::new(Tiled { br: extent("br")?, bc: extent("bc")? }))
     },

@@ -82,7 +82,6 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
         for (&convention, WeightsText(weights)) in
             conventions.iter().flat_map(|one| weights.iter().map(move |of| (one, of)))
         {
-            arena.reset_peak();
             let model = OtherWeights::open(weights.as_ref(), &folder, &arena)?;
             let dtype = args.dtype.unwrap_or(model.weights.dtype());
             let formats = if args.kv_format.is_empty() { vec![dtype.into()] } else { args.kv_format.clone() };
@@ -94,6 +93,7 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
             for (kernel, (&kv_format, &activations)) in
                 kernels.iter().flat_map(|kernel| passes.clone().map(move |of| (kernel, of)))
             {
+                arena.reset_peak();
                 let stage = Stage {
                     model: &model,
                     cpu: &cpu,

@@ -23,6 +23,7 @@ pub(super) type Done = (String, usize, usize, Option<usize>, Usage);
 pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Arena) -> Result<Done, Failure> {
     let located = locate(model)?;
     let (text, model) = (Text::open(&located)?, Model::open(&located, arena)?);
+    let origin = origin(&model.fingerprint, maps)?;
     let maps = Maps::load(maps, &model.config, &model.fingerprint)?;
     let encoder = Encoder::new(&model, &text, maps.layer, cpu, arena)?;
     let lines = std::fs::read_to_string(&args.input)
@@ -37,12 +38,17 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
     let (name, shape, mut editor) = match &args.from {
         Some(path) => {
             let (name, shape, facts) = cpu.install(|| Facts::load(path, arena))?;
-            if facts.origin != model.fingerprint {
-                let from = if facts.origin.is_empty() { "vectors" } else { "another model" };
+            if facts.origin != origin {
+                let from = match facts.origin.is_empty() {
+                    true => "vectors",
+                    false if facts.origin.starts_with(&model.fingerprint) => "other maps of this model",
+                    false => "another model",
+                };
                 return Err(Failure::usage(format!(
-                    "'{}' was written from {from}; give a memory that --model {} wrote",
+                    "'{}' was written from {from}; give a memory that --model {} wrote by --maps {}",
                     path.display(),
-                    args.model.as_deref().unwrap_or(Path::new("")).display()
+                    args.model.as_deref().unwrap_or(Path::new("")).display(),
+                    args.maps.as_deref().unwrap_or(Path::new("")).display()
                 )));
             }
             (name, shape, Editor::with(&encoder, &maps, facts, arena))
@@ -51,7 +57,7 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
             let most_facts = args.most_facts()?.unwrap_or(lines.len().max(LEAST_FACTS)).max(1);
             let name = Editor::memory(MEMORY, &maps)?;
             let mut editor = Editor::new(&encoder, &maps, (&name, most_facts), arena)?;
-            editor.facts.origin = model.fingerprint.clone();
+            editor.facts.origin = origin;
             (name, FactShape { width: maps.width(), most_facts }, editor)
         }
         None => {
@@ -78,6 +84,13 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
     editor.facts.save(&args.output, &name, &shape)?;
     output::warn(unlisted(&editor.facts, &shape).as_slice());
     Ok((name, facts.len(), shape.width, None, arena.usage()))
+}
+
+/// Where encodings come from: a model and its maps.
+fn origin(model: &str, maps: &Path) -> Result<String, Failure> {
+    let bytes =
+        std::fs::read(maps).map_err(|error| Failure::usage(format!("cannot read '{}': {error}", maps.display())))?;
+    Ok(format!("{model} {}", &blake3::hash(&bytes).to_hex()[..16]))
 }
 
 /// A line's stem and value, between which a tab stands.

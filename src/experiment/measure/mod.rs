@@ -131,6 +131,11 @@ pub trait Comparisons: Sync {
         None
     }
 
+    /// Whether cells are measured in turn, or held against one another as they are measured: where one is missing, all are run again.
+    fn takes_turns(&self) -> bool {
+        false
+    }
+
     /// Seconds that each of these comparisons will take, tried on pieces of them; `None` where nothing takes long.
     fn seconds(&self, _comparisons: &[Vec<&Cell>], _registry: &Registry, _cpu: &Cpu) -> Option<Vec<f64>> {
         None

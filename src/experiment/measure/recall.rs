@@ -97,13 +97,17 @@ fn recalled(record: Record, limit_bytes: u64) -> Record {
     let predicted_peak_bytes = episode.peak_bytes(&memory);
     let bytes = Memory { predicted_peak_bytes, limit_bytes, ..Memory::default() };
     if predicted_peak_bytes > limit_bytes {
-        return Record { status: Status::Oom, memory: Some(bytes), ..record };
+        let reason = format!("it needs {predicted_peak_bytes} bytes; the limit is {limit_bytes}");
+        return Record { status: Status::Oom, reason: Some(reason), memory: Some(bytes), ..record };
     }
     let arena = Arena::with_limit(limit_bytes);
     let draws = 0..record.cell.samples.unwrap_or(1) as u64;
     let outcomes: Result<Vec<_>, _> = draws.map(|draw| episode.run(&memory, record.cell.seed, draw, &arena)).collect();
     match outcomes {
-        Err(error) => Record { status: Status::Failed, reason: Some(error.to_string()), ..record },
+        Err(error) => {
+            let status = if matches!(error, EpisodicError::Arena(_)) { Status::Oom } else { Status::Failed };
+            Record { status, reason: Some(error.to_string()), memory: Some(bytes), ..record }
+        }
         Ok(outcomes) => {
             let usage = arena.usage();
             let held_bytes = memory.bytes(&episode.shape()).get(&Label::Facts).copied().unwrap_or(0);

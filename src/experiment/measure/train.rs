@@ -91,6 +91,10 @@ impl Comparisons for Train {
         Some(open(cell).ok()?.predicted().iter().map(sum).sum())
     }
 
+    fn takes_turns(&self) -> bool {
+        true
+    }
+
     fn seconds(&self, comparisons: &[Vec<&Cell>], _: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
         let comparison = |cells: &Vec<&Cell>| {
             let one = Cpu::new(Some(1)).ok()?;

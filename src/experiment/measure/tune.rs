@@ -75,6 +75,10 @@ impl Comparisons for Tune {
         (device == Device::Cuda).then(|| "training runs on the CPU".into())
     }
 
+    fn takes_turns(&self) -> bool {
+        true
+    }
+
     fn seconds(&self, comparisons: &[Vec<&Cell>], _: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
         // One round of a cell, tried; those that compute more take longer by as much.
         let comparison = |cells: &Vec<&Cell>| {

@@ -22,6 +22,7 @@ pub use sharing::Sharing;
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{Constants, Update, sum_of_squares};
+use super::error::{GRADIENT_NORM, LOSS};
 use super::holder::{Holder, Unit, UnitGradients};
 use super::parameters::{Parameter, Parameters};
 use super::run::TrainError;
@@ -171,7 +172,7 @@ impl<'a> Zero<'a> {
     /// its gradient.
     ///
     /// # Errors
-    /// When the loss is no number, and as [`Zero::update`].
+    /// When the loss or the norm is no number, and as [`Zero::update`].
     pub fn step(
         &mut self,
         network: &mut Network<'_>,
@@ -182,9 +183,8 @@ impl<'a> Zero<'a> {
         self.begin();
         let share = network.step_of(self, batch)?;
         let (loss, norm) = self.loss_and_norm(share)?;
-        if !loss.is_finite() {
-            return Err(TrainError::Diverged { step: at.0, loss });
-        }
+        TrainError::diverged(LOSS, at.0, loss)?;
+        TrainError::diverged(GRADIENT_NORM, at.0, norm)?;
         self.update(constants, at, norm)?;
         Ok((loss, norm))
     }

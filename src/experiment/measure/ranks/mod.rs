@@ -107,6 +107,10 @@ impl Comparisons for Ranks {
         needed_bytes(cell).ok()
     }
 
+    fn takes_turns(&self) -> bool {
+        true
+    }
+
     fn seconds(&self, comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
         comparisons.iter().map(|cells| estimate::seconds(cells, registry, cpu)).collect()
     }
