@@ -23,6 +23,11 @@ pub fn bytes(count: u64) -> String {
     if unit == 0 { format!("{count} B") } else { format!("{} {}", three_digits(value), UNITS[unit]) }
 }
 
+/// So many of something: `1 cell`, `16 cells`.
+pub fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
 /// A whole number with its digits in threes: `111,124`.
 pub fn grouped(count: u128) -> String {
     let digits = count.to_string();

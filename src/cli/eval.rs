@@ -191,6 +191,7 @@ fn named(text: &str) -> Result<Names, String> {
 
 pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
+    let command = command_line()?;
     let (mut windows, mut protocols) = (Vec::new(), Vec::new());
     for named in &args.protocol {
         match *named {
@@ -219,7 +220,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         compute: &args.compute,
         json: args.json.is_some(),
     };
-    way.go(&[(spec, "eval".into(), command_line())]).map_err(|failure| failure.reworded(in_options))
+    way.go(&[(spec, "eval".into(), command)]).map_err(|failure| failure.reworded(in_options))
 }
 
 /// What is wrong with the experiment that the options make, as somebody who typed options reads it.

@@ -17,7 +17,7 @@ use crate::device::Cpu;
 use crate::eviction::{Asked, Given, Loss, Own, loss, retain};
 use crate::format::KvFormat;
 use crate::memory::{Arena, Label};
-use crate::policy::{Budget, Policy, Registry, Statistic};
+use crate::policy::{Budget, Policy, Registry, Schedule, Statistic};
 use crate::tensor::file::{self, Output, TensorFile};
 use crate::tensor::{Tensor, TensorView};
 use crate::units;
@@ -122,6 +122,9 @@ struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     output_error: Option<f64>,
     evicted_tokens: usize,
+    /// Whether the policy evicts under no budget.
+    #[serde(skip)]
+    keeps_all: bool,
     kv_bytes_dense: u64,
     kv_bytes_kept: u64,
     /// Of a policy that chooses what a step reads.
@@ -284,6 +287,10 @@ impl Args {
             let told = "the input holds no w_o: values are weighed by their own norm, not by that of their projection";
             warnings.push(told.into());
         }
+        if policy.scorer.is_some() && policy.schedule != Schedule::default() {
+            let told = "the file's context is there as a whole: a schedule (chunks, every, delayed) plays no part in one eviction";
+            warnings.push(told.into());
+        }
         let given_bytes = KvFormat::from(dtype).token_bytes(shape.head_dim);
         let token_bytes = self.kv_format.unwrap_or(dtype.into()).token_bytes(shape.head_dim);
         let tokens = shape.batch * shape.kv_heads * shape.kv_len;
@@ -315,6 +322,7 @@ impl Args {
             attention_mass_kept: loss.map(|loss| loss.attention_mass_kept),
             output_error: loss.filter(|_| !policy.rerotates).map(|loss| loss.output_error),
             evicted_tokens: tokens - kept,
+            keeps_all: policy.scorer.is_none(),
             kv_bytes_dense: tokens as u64 * given_bytes,
             kv_bytes_kept: outcome.kv_bytes_kept.unwrap_or(kept as u64 * token_bytes),
             kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),
@@ -384,7 +392,11 @@ fn summary(report: &Report, output: &Path) -> String {
         }),
     );
     if report.evicted_tokens == 0 && report.kv_bytes_read.is_none() {
-        lines.push(("evicted", "nothing: the budget holds the whole context".into()));
+        let why = match report.keeps_all {
+            true => "the policy keeps everything, whatever the budget",
+            false => "the budget holds the whole context",
+        };
+        lines.push(("evicted", format!("nothing: {why}")));
     }
     lines.push(("time", format!("{} to score and evict", units::nanoseconds(report.evict_ns as f64))));
     lines.push(("ties", percent(report.tie_rate)));

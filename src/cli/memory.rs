@@ -200,9 +200,11 @@ impl Report {
     fn line(&self) -> String {
         let Report { memory, vectors, width, held_bytes, peak_bytes, .. } = self;
         let done = match (self.action, self.answered) {
-            (Action::Write, _) => format!("{vectors} facts of {width} numbers written into"),
-            (Action::Forget, _) => format!("{vectors} facts taken out of"),
-            (Action::Read, answered) => format!("{} of {vectors} cues answered by", answered.unwrap_or(0)),
+            (Action::Write, _) => format!("{} of {width} numbers written into", units::counted(*vectors, "fact")),
+            (Action::Forget, _) => format!("{} not, or not any more, in", units::counted(*vectors, "fact")),
+            (Action::Read, answered) => {
+                format!("{} of {} answered by", answered.unwrap_or(0), units::counted(*vectors, "cue"))
+            }
         };
         format!("{done} {memory}; it holds {}, the peak was {}\n", units::bytes(*held_bytes), units::bytes(*peak_bytes))
     }

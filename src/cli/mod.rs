@@ -42,6 +42,7 @@ use crate::units;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use failure::Failure;
+use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -188,13 +189,21 @@ fn wrong_arguments(error: clap::Error) -> Failure {
     Failure::usage(said.replace("number would be zero for non-zero type", "at least 1 is needed"))
 }
 
-/// The command that this process was started with, as a shell reads it.
-fn command_line() -> String {
-    let quoted = |word: String| match word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:=,+@".contains(c)) {
-        true => word,
-        false => format!("'{}'", word.replace('\'', r"'\''")),
+/// The command that this process was started with, as a shell reads it: records tell it.
+///
+/// # Errors
+/// When a word of it is no text.
+fn command_line() -> Result<String, Failure> {
+    let quoted = |word: OsString| match word.into_string() {
+        Ok(word) if word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:=,+@".contains(c)) => Ok(word),
+        Ok(word) => Ok(format!("'{}'", word.replace('\'', r"'\''"))),
+        Err(word) => Err(Failure::usage(format!(
+            "'{}' is not UTF-8, and records tell commands and files as text; give it another name",
+            word.display()
+        ))),
     };
-    std::iter::once("kvsieve".to_string()).chain(std::env::args().skip(1).map(quoted)).collect::<Vec<_>>().join(" ")
+    let words = std::env::args_os().skip(1).map(quoted).collect::<Result<Vec<_>, _>>()?;
+    Ok(std::iter::once("kvsieve".to_string()).chain(words).collect::<Vec<_>>().join(" "))
 }
 
 /// What a text file that `--text` names says.

@@ -49,7 +49,7 @@ pub struct Args {
     /// whole comparisons until none is left
     #[arg(long, conflicts_with_all = ["resume", "shard", "find_max_context"])]
     join: bool,
-    /// List the cells with predicted memory and time, and run nothing
+    /// List the cells with predicted memory and time, and run nothing but the samples that tell the time of evaluations
     #[arg(long, conflicts_with_all = ["resume", "join", "json", "shard"])]
     dry_run: bool,
     /// Instead of measuring, find for each kernel and shape the longest context that really runs: predicted from the
@@ -289,10 +289,10 @@ fn ending(outcome: &Outcome, html: &Path) -> String {
     let count = |status| outcome.records.iter().filter(|record| record.status == status).count();
     let findings = crate::report::findings(&outcome.records);
     format!(
-        "{}\n{}\n{} cells: {} ok, {} oom, {} skipped, {} failed\nreport: {}\n",
+        "{}\n{}\n{}: {} ok, {} oom, {} skipped, {} failed\nreport: {}\n",
         crate::report::summary_table(&outcome.records),
         findings.iter().map(|finding| format!("- {finding}\n")).collect::<String>(),
-        outcome.records.len(),
+        units::counted(outcome.records.len(), "cell"),
         count(Status::Ok),
         count(Status::Oom),
         count(Status::Skipped),

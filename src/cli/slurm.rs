@@ -48,7 +48,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     cpus: u32,
     /// Time limit of a task, as Slurm writes it: minutes, or [days-]hours:minutes:seconds [default: the partition's]
-    #[arg(long, value_name = "TIME", value_parser = word)]
+    #[arg(long, value_name = "TIME", value_parser = time)]
     time: Option<String>,
     /// Partition [default: the cluster's]
     #[arg(long, value_name = "NAME", value_parser = word)]
@@ -64,6 +64,17 @@ fn word(text: &str) -> Result<String, String> {
     match !text.is_empty() && text.chars().all(plain) {
         true => Ok(text.into()),
         false => Err(format!("'{text}' is not a word; letters, digits and -_:., are allowed")),
+    }
+}
+
+/// A time limit as sbatch takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+fn time(text: &str) -> Result<String, String> {
+    let (days, clock) = text.split_once('-').map_or((None, text), |(days, clock)| (Some(days), clock));
+    let parts: Vec<&str> = days.into_iter().chain(clock.split(':')).collect();
+    let is_number = |part: &&str| !part.is_empty() && part.chars().all(|digit| digit.is_ascii_digit());
+    match parts.iter().all(is_number) && clock.split(':').count() <= 3 {
+        true => Ok(text.into()),
+        false => Err(format!("'{text}' is no time limit; write minutes, or [days-]hours:minutes:seconds, as 2:00:00")),
     }
 }
 
@@ -101,7 +112,10 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     std::fs::create_dir_all(&args.out)
         .and_then(|()| std::fs::write(&path, text))
         .map_err(|error| Failure::work(format!("cannot write '{}': {error}", path.display())))?;
-    let what = format!("{} cells in {comparisons} comparisons, {} tasks", experiment.cells.len(), args.tasks);
+    let [cells, comparisons, tasks] =
+        [(experiment.cells.len(), "cell"), (comparisons, "comparison"), (args.tasks as usize, "task")]
+            .map(|(count, what)| units::counted(count, what));
+    let what = format!("{cells} in {comparisons}, {tasks}");
     match args.submit {
         true => output::print(&format!("{what}\njob: {}\n", submit(&path)?)),
         false => output::print(&format!("{what}\nsubmit with: sbatch {}\n", quoted(&path)?)),

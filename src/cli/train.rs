@@ -171,7 +171,7 @@ impl Args {
             resume: self.resume,
             stop_after: self.steps,
             limit_bytes,
-            environment: environment::probe(cpu.into(), &command_line()),
+            environment: environment::probe(cpu.into(), &command_line()?),
         };
         let bar = if comm.rank() == 0 { ProgressBar::new(recipe.steps() as u64) } else { ProgressBar::hidden() };
         let style = ProgressStyle::with_template("{elapsed_precise} [{bar:30}] {pos}/{len} steps  {wide_msg}");

@@ -2,7 +2,7 @@
 
 use super::cell::Cell;
 use super::engine::Engine;
-use super::measure::{Implementation, Prepared};
+use super::measure::{Implementation, Measure, Prepared};
 use super::runner::comparisons;
 use super::spec::Timing;
 use crate::attention::{DenseKv, Forward, Kernel, Outputs, Params, Shape, Tiled, kernel};
@@ -130,6 +130,7 @@ pub fn table<'e>(
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{:width$}  {peak:>15}  {time:>9}", prepared.cell.label());
     }
+    let mut unknown = 0;
     let comparisons = comparisons(others.iter().copied());
     for (cells, seconds) in comparisons.iter().zip(seconds(&comparisons, registry, engine)) {
         let refused = cells[0].measure.comparisons().is_some_and(|measure| measure.refusal(engine.device()).is_some());
@@ -138,7 +139,11 @@ pub fn table<'e>(
         let time = match seconds {
             Some(seconds) => units::nanoseconds(seconds / cells.len() as f64 * 1e9),
             None if refused => "skipped".into(),
-            None => "simulated".into(),
+            None if cells[0].measure == Measure::SERVE => "simulated".into(),
+            None => {
+                unknown += cells.len();
+                "not known".into()
+            }
         };
         for cell in cells {
             let bytes = cell.measure.comparisons().and_then(|measure| measure.predicted_bytes(cell));
@@ -148,12 +153,17 @@ pub fn table<'e>(
             let _ = writeln!(text, "{:width$}  {peak:>15}  {time:>9}", cell.label());
         }
     }
-    let total = if rates.is_some() { format!("; about {} in all", minutes(total_s)) } else { String::new() };
+    let total = match rates {
+        None => String::new(),
+        Some(_) if unknown == 0 => format!("; about {} in all", minutes(total_s)),
+        Some(_) if unknown == cells.len() + others.len() => "; of none the time is known".into(),
+        Some(_) => format!("; about {} in all without the {unknown} whose time is not known", minutes(total_s)),
+    };
     let skipped = if skipped > 0 { format!(", {skipped} that do not run on this device") } else { String::new() };
     let _ = writeln!(
         text,
-        "{} cells, {oom} of them over the limit of {}{skipped}{}",
-        cells.len() + others.len(),
+        "{}, {oom} of them over the limit of {}{skipped}{}",
+        units::counted(cells.len() + others.len(), "cell"),
         units::bytes(limit_bytes),
         total,
     );

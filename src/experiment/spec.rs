@@ -258,14 +258,23 @@ fn is_yes(flag: &bool) -> bool {
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
     /// The file cannot be read.
-    #[error("cannot read experiment '{path}': {reason}; shipped experiments are {shipped}")]
+    #[error("cannot read experiment '{path}': {reason}")]
     Read {
         /// The file.
         path: PathBuf,
         /// The system's own words.
         reason: String,
-        /// Names that work without a file.
-        shipped: String,
+    },
+    /// There is no such file, and no shipped experiment of that name.
+    #[error("there is no experiment '{path}', neither a file nor a shipped one; {}", match &near[..] {
+        [] => "`kvsieve list experiments` lists what is shipped".into(),
+        near => format!("near it are {}", near.join(", ")),
+    })]
+    Unknown {
+        /// What was asked for.
+        path: PathBuf,
+        /// Shipped ones of similar names.
+        near: Vec<&'static str>,
     },
     /// The text is not an experiment.
     #[error("{origin}:{line}:{column}: {message}")]
@@ -303,10 +312,10 @@ impl Spec {
                 let name = name.strip_suffix(".toml").unwrap_or(name);
                 match SHIPPED.iter().find(|(shipped, _)| *shipped == name) {
                     Some((_, text)) => Self::parse(text, &origin),
-                    None => Err(SpecError::Read {
+                    None if path.exists() => Err(SpecError::Read { path: path.into(), reason: error.to_string() }),
+                    None => Err(SpecError::Unknown {
                         path: path.into(),
-                        reason: error.to_string(),
-                        shipped: SHIPPED.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", "),
+                        near: nearest(name, &SHIPPED.iter().map(|(name, _)| *name).collect::<Vec<_>>()),
                     }),
                 }
             }
@@ -478,6 +487,6 @@ mod tests {
             assert_eq!(Spec::load(Path::new(name)).unwrap().name, *name);
             assert_eq!(Spec::load(Path::new(&format!("experiments/{name}.toml"))).unwrap().name, *name);
         }
-        assert!(Spec::load(Path::new("nothing")).unwrap_err().to_string().contains("quickstart"));
+        assert!(Spec::load(Path::new("quickstrt")).unwrap_err().to_string().ends_with("near it are quickstart"));
     }
 }

@@ -23,8 +23,14 @@ const PIECE_BYTES: u64 = 64 << 10;
 /// When there is no such folder or file, or `builtin` is in none of these places.
 pub fn locate(name: &Path) -> Result<PathBuf, ModelError> {
     if name != Path::new(BUILTIN) {
-        let reason =
-            "there is no such folder or file, and nothing is downloaded; name a local Hugging Face folder or GGUF file";
+        let reason = match name.starts_with("models/smollm2") {
+            true => {
+                "it is not there; scripts/fetch-smollm2 fetches the model, and scripts/quantize-smollm2 makes its other files"
+            }
+            false => {
+                "there is no such folder or file, and nothing is downloaded; name a local Hugging Face folder or GGUF file"
+            }
+        };
         return match name.exists() {
             true => Ok(name.into()),
             false => Err(ModelError::Config { path: name.into(), reason: reason.into() }),

@@ -38,12 +38,12 @@ pub struct Pair {
     pub of: [usize; 2],
     /// The first's score minus the second's; for texts the second's divergence minus the first's.
     pub difference: Difference,
-    /// Holm's p-value among all pairs of the budget.
+    /// Holm's p-value among the pairs that are asked about together.
     p_holm: f64,
 }
 
 impl Pair {
-    /// Whether the two differ beyond noise, corrected for all pairs, and their interval says so too.
+    /// Whether the two differ beyond noise, corrected for these pairs, and their interval says so too.
     pub fn is_sure(&self) -> bool {
         let Difference { low, high, .. } = self.difference;
         self.p_holm < SURE && (low > 0.0 || high < 0.0)
@@ -90,23 +90,34 @@ pub fn ranked<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Ranked<'a>>> {
     questions.into_iter().map(of_question).filter(|ranked| !ranked.is_empty()).collect()
 }
 
-/// What a reader must know where so few samples of so many policies cannot set any two apart, however far they are.
-fn floor_of_p(ranked: &[Ranked]) -> Option<String> {
+/// The least p-value that so many comparisons of these samples can have, and with how many samples they could tell something, where these
+/// are too few to tell anything, however far policies are from one another.
+fn too_few(ranked: &[Ranked], comparisons: usize) -> Option<(f64, usize)> {
     if ranked[0].pool.is_scored() {
         return None;
     }
     let samples = ranked[0].pool.merits().iter().map(Vec::len).sum::<usize>();
-    let pairs = ranked.len() * (ranked.len() - 1) / 2;
-    let least = least_p(samples)? * pairs as f64;
+    let least = least_p(samples)? * comparisons as f64;
     (least >= SURE).then(|| {
-        let enough = (samples..).find(|&samples| least_p(samples).is_none_or(|p| p * (pairs as f64) < SURE));
-        let enough = enough.unwrap_or(samples);
-        format!(
-            "{samples} samples of {} policies set no two apart: the least p of {pairs} pairs is {:.2}; {enough} samples could",
-            ranked.len(),
-            least.min(1.0)
-        )
+        let enough = (samples..).find(|&samples| least_p(samples).is_none_or(|p| p * (comparisons as f64) < SURE));
+        (least.min(1.0), enough.unwrap_or(samples))
     })
+}
+
+/// What a reader must know where so few samples of so many policies cannot set any two apart.
+fn floor_of_p(ranked: &[Ranked]) -> Option<String> {
+    let pairs = ranked.len() * (ranked.len() - 1) / 2;
+    let (least, enough) = too_few(ranked, pairs)?;
+    Some(format!(
+        "{} samples of {} policies set no two apart: the least p of {pairs} pairs is {least:.2}; {enough} samples could",
+        ranked[0].pool.merits().iter().map(Vec::len).sum::<usize>(),
+        ranked.len(),
+    ))
+}
+
+/// With how many samples something could be said of which policy is the best, where these are too few.
+pub fn enough_for_a_best(ranked: &[Ranked]) -> Option<usize> {
+    too_few(ranked, ranked.len() - 1).map(|(_, enough)| enough)
 }
 
 /// Every pair of a budget's policies, the better one first.
@@ -114,10 +125,25 @@ pub fn pairs(ranked: &[Ranked]) -> Vec<Pair> {
     pairs_by(ranked, |pool| pool.merits())
 }
 
-/// The same by other merits.
+/// The first, which did best, with each of the others: who asks for the best asks for no other pair, so that these alone are corrected
+/// together (multiple comparisons with the best, Hsu 1981).
+pub fn with_first(ranked: &[Ranked]) -> Vec<Pair> {
+    compared((1..ranked.len()).map(|other| [0, other]), ranked, |pool| pool.merits())
+}
+
+/// As [`pairs`] by other merits.
 fn pairs_by(ranked: &[Ranked], merits: fn(&Pool) -> Vec<Vec<f64>>) -> Vec<Pair> {
     let both = (0..ranked.len()).flat_map(|a| (a + 1..ranked.len()).map(move |b| [a, b]));
-    let compared = |of: [usize; 2]| {
+    compared(both, ranked, merits)
+}
+
+/// Some pairs, corrected together.
+fn compared(
+    both: impl Iterator<Item = [usize; 2]>,
+    ranked: &[Ranked],
+    merits: fn(&Pool) -> Vec<Vec<f64>>,
+) -> Vec<Pair> {
+    let of_pair = |of: [usize; 2]| {
         let [a, b] = of.map(|at| merits(ranked[at].pool));
         let stratum = |(a, b): (&Vec<f64>, &Vec<f64>)| a.iter().zip(b).map(|(a, b)| a - b).collect();
         let strata: Vec<Vec<f64>> = a.iter().zip(&b).map(stratum).collect();
@@ -127,7 +153,7 @@ fn pairs_by(ranked: &[Ranked], merits: fn(&Pool) -> Vec<Vec<f64>>) -> Vec<Pair> 
         };
         Some(Pair { of, difference: difference?, p_holm: 1.0 })
     };
-    let mut pairs: Vec<Pair> = both.filter_map(compared).collect();
+    let mut pairs: Vec<Pair> = both.filter_map(of_pair).collect();
     let corrected = holm(&pairs.iter().map(|pair| pair.difference.p).collect::<Vec<_>>());
     pairs.iter_mut().zip(corrected).for_each(|(pair, p)| pair.p_holm = p);
     pairs

@@ -116,7 +116,9 @@ fn policies(records: &[&Record]) -> Vec<String> {
         let (best, record) = rivals.first()?;
         let words = |(measured, _): &(Measured, &Record)| measured.words(text::drift);
         let near = || rivals[1..].iter().filter(|(other, _)| !best.differs(other));
-        let what = if rivals.len() == 1 || near().next().is_none() {
+        // Who has no rival is no winner.
+        (rivals.len() > 1).then_some(())?;
+        let what = if near().next().is_none() {
             let next = rivals.get(1).map(|next| format!(", before {}", words(next))).unwrap_or_default();
             format!(
                 "{} has the least drift of {}{next}; it needs {}",

@@ -171,7 +171,7 @@ fn tally(records: &[&Record]) -> String {
     let statuses = [Status::Ok, Status::Oom, Status::Failed, Status::Skipped];
     let counts = statuses.into_iter().map(|wanted| (count(wanted), status(wanted))).filter(|(count, _)| *count > 0);
     let counts: Vec<String> = counts.map(|(count, name)| format!("{count} {name}")).collect();
-    format!("{} cells: {}", records.len(), counts.join(", "))
+    format!("{}: {}", units::counted(records.len(), "cell"), counts.join(", "))
 }
 
 /// Nested JSON as `outer.inner` and value, in the order of the file.

@@ -149,10 +149,16 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
         Measured { name: pool.name.clone(), value: value.mean, low, high, count: samples }.words(write)
     };
     // Policies of which it is not sure that the first is better.
-    let pairs = comparison::pairs(budget);
+    let pairs = comparison::with_first(budget);
     let with_first = |at: usize| pairs.iter().find(|pair| pair.of == [0, at]);
     let rivals: Vec<usize> = (1..budget.len()).filter(|&at| !with_first(at).is_some_and(Pair::is_sure)).collect();
-    let what = if samples < noise::LEAST_SAMPLES || !rivals.is_empty() {
+    let what = if let Some(enough) = comparison::enough_for_a_best(budget) {
+        format!(
+            "undecided: {samples} samples set none of {} policies apart from {}, and {enough} could",
+            budget.len(),
+            named(0)
+        )
+    } else if samples < noise::LEAST_SAMPLES || !rivals.is_empty() {
         noise::undecided(std::iter::once(0).chain(rivals).map(named).collect(), samples)
     } else {
         let next = with_first(1).map(|Pair { difference, .. }| {

@@ -100,7 +100,7 @@ fn warnings(records: &[&Record]) -> String {
         *cells.entry(warning).or_default() += 1;
     }
     let one = |(warning, count): (&str, usize)| {
-        let of = if count == 1 { "1 cell".into() } else { format!("{count} cells") };
+        let of = units::counted(count, "cell");
         let mut lines = vec![format!("! {of}:")];
         for word in warning.split_whitespace().map(|word| shortened(word, MOST_COLUMNS - 2)) {
             let last = lines.last_mut().expect("there is a first line");

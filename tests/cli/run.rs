@@ -473,10 +473,10 @@ fn every_wrong_option_is_named_in_one_line() {
     let desk = Desk::with(SMALL);
     fs::create_dir(desk.path("empty")).unwrap();
     let cases: &[(&[&str], &str)] = &[
-        (&["run", "none.toml"], "cannot read experiment 'none.toml': No such file"),
-        (&["run", "none.toml"], "shipped experiments are quickstart, memory-vs-context"),
+        (&["run", "none.toml"], "neither a file nor a shipped one; `kvsieve list experiments` lists what is shipped"),
+        (&["run", "quickstrt"], "near it are quickstart"),
         (&["run", "empty"], "cannot read experiment 'empty'"),
-        (&["run", "x.toml", "none.toml"], "cannot read experiment 'none.toml'"),
+        (&["run", "x.toml", "none.toml"], "there is no experiment 'none.toml'"),
         (&["run", "x.toml", "--device", "cuda:x"], "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["run", "x.toml", "--device", "tpu"], "unknown device 'tpu'"),
         (&["run", "x.toml", "--threads", "0"], "0 threads asked; 1 to 1024 are possible"),

@@ -281,8 +281,8 @@ fn what_cannot_be_is_said_in_one_line() {
     let shape = FactShape { width: 8, most_facts: 4 };
     let fact = drawn(1, 8, 0);
     for (text, said) in [
-        ("larimar:slots=0", "larimar: slots is '0'; it must be a whole number of at least 1"),
-        ("larimar:slots=100000", "at most 16384"),
+        ("larimar:slots=0", "larimar: slots is '0'; it must be a whole number from 1 to 16384"),
+        ("larimar:slots=100000", "from 1 to 16384"),
         ("larimar:noise=-1", "a number between 0 and 1000"),
         ("larimar:prior=none", "identity or random"),
         ("larimar:start=empty,address=memory", "prior with address=memory"),

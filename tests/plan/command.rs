@@ -215,6 +215,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
             "--model llama-3-8b --gpu h100 --policy full --budget 0.5",
             "--budget has no meaning for the policy 'full', which evicts nothing",
         ),
+        ("--model llama-3-8b --gpu h100 --policy oracle --budget 0.5", "it looks into the future"),
         ("train --model llama-3-8b --gpu h100 --recompute selective", "--recompute selective leaves out the scores"),
         ("max-batch --model llama-3-8b --gpu h100 --batch 4", "--batch has no meaning for plan max-batch"),
         ("measure --model builtin --context 5k", "a sequence of 5120 tokens; the model was made for at most 4096"),

@@ -90,6 +90,9 @@ pub fn run(args: &Args, registry: &Registry, path: &Path, sampling: Sampling, te
     }
     let context = std::fs::read_to_string(path)
         .map_err(|error| Failure::usage(format!("cannot read --context '{}': {error}", path.display())))?;
+    if context.is_empty() {
+        return Err(Failure::usage(format!("cannot read --context '{}': it is empty", path.display())));
+    }
     let frame = match args.chat {
         true => Frame::chat(&ChatTemplate::open(&locate(&args.model.model)?)?, text)?,
         false => Frame::plain(text)?,

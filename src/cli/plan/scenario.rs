@@ -8,7 +8,7 @@ use crate::planner::Subject;
 use crate::planner::kv::KvStore;
 use crate::planner::presets::{gpu, weight_format};
 use crate::planner::scenario::{Allocation, Attention, DEFAULT_OVERHEAD, Eviction, Logits, Memory, Scenario};
-use crate::policy::{Budget, Registry};
+use crate::policy::{Budget, Registry, Statistic};
 use crate::units;
 use std::path::{Path, PathBuf};
 
@@ -285,6 +285,11 @@ impl ScenarioArgs {
 /// A policy as the planner sees it.
 fn eviction(text: &str, budget: Budget) -> Result<Eviction, Failure> {
     let policy = Registry::default().policy(text)?;
+    if policy.looks_at(Statistic::FutureAttention) {
+        return Err(Failure::usage(format!(
+            "policy '{text}': it looks into the future, which a model has yet to write"
+        )));
+    }
     let keeps_all = policy.scorer.is_none() && policy.selection.is_none();
     unused(keeps_all, "--budget", &format!("the policy '{text}', which evicts nothing"))?;
     Ok(Eviction {

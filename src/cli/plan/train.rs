@@ -9,7 +9,7 @@ use crate::planner::presets::{near, weight_format};
 use crate::planner::scenario::{DEFAULT_OVERHEAD, Memory};
 use crate::planner::train::{Adapters, OPTIMIZERS, Offload, Optimizer, Recompute, Spent, Training};
 use crate::report;
-use crate::units::{gb, gib, grouped};
+use crate::units::{counted, gb, gib, grouped};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -195,12 +195,12 @@ fn words(training: &Training<'_>, memory: Memory, report: &Report<'_>) -> String
         None => format!("{} ({} B a parameter)", report.optimizer.name, report.optimizer.bytes()),
     };
     let head = format!(
-        "{}, {} parameters, {trained}, {} x {} tokens on each of {cards} card{}, ZeRO {}, recomputing {}",
+        "{}, {} parameters, {trained}, {} x {} tokens on each of {}, ZeRO {}, recomputing {}",
         report.model,
         grouped(u128::from(report.parameters)),
         training.micro_batch,
         grouped(u128::from(training.context)),
-        if cards == 1 { "" } else { "s" },
+        counted(cards as usize, "card"),
         training.zero,
         format!("{:?}", training.recompute).to_lowercase(),
     );

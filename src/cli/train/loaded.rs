@@ -333,24 +333,24 @@ impl Tuning {
 }
 
 /// Where `--method` trains, and a bar of its steps.
-fn options(args: &Args, cpu: &Cpu, steps: usize) -> (Options, ProgressBar) {
+fn options(args: &Args, cpu: &Cpu, steps: usize) -> Result<(Options, ProgressBar), Failure> {
     let options = Options {
         out: args.out.clone(),
         resume: args.resume,
         stop_after: None,
         limit_bytes: args.compute.limit_bytes(),
-        environment: environment::probe(cpu.into(), &command_line()),
+        environment: environment::probe(cpu.into(), &command_line()?),
     };
     let bar = ProgressBar::new(steps as u64);
     let style = "{elapsed_precise} [{bar:30}] {pos}/{len} steps, {eta} left  {wide_msg}";
     bar.set_style(ProgressStyle::with_template(style).expect("the template is right").progress_chars("=> "));
-    (options, bar)
+    Ok((options, bar))
 }
 
 /// `--method lora`, `qlora` and `full`.
 fn run_tuning(args: &Args, settings: &tune::Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps)?;
     let mut drawn = Ok(());
     tune::run(settings, &cpu, &options, &mut |line| match line {
         Line::Step { step, loss, tokens_per_second, .. } => {
@@ -374,7 +374,7 @@ fn run_tuning(args: &Args, settings: &tune::Settings) -> Result<(), Failure> {
 /// `--method kvzap`.
 fn run_surrogate(args: &Args, settings: &kvzap::Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps)?;
     let mut found = None;
     kvzap::run(settings, &cpu, &options, &mut |line| match line {
         Line::Repeated { step, .. } => bar.set_position(*step as u64),
@@ -396,7 +396,7 @@ fn run_surrogate(args: &Args, settings: &kvzap::Settings) -> Result<(), Failure>
 /// `--method duo`.
 fn run_heads(args: &Args, settings: &duo::Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps)?;
     let mut drawn = Ok(());
     duo::run(settings, &cpu, &options, &mut |line| match line {
         Line::Heads { step, distance, low, heads, tokens_per_second, .. } => {
@@ -418,7 +418,7 @@ fn run_heads(args: &Args, settings: &duo::Settings) -> Result<(), Failure> {
 /// `--method larimar`.
 fn run_maps(args: &Args, settings: &larimar::Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps)?;
     let found = larimar::run(settings, &cpu, &options, &mut |line| {
         if let Line::Step { step, loss, tokens_per_second, .. } = line {
             bar.set_position(*step as u64);
@@ -487,7 +487,7 @@ fn beside(found: &Found, tuned: &FineTuned) -> String {
 /// `--method dms` and `dmc`.
 fn run_gates(args: &Args, settings: &Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
-    let (options, bar) = options(args, &cpu, settings.steps);
+    let (options, bar) = options(args, &cpu, settings.steps)?;
     let mut drawn = Ok(());
     dms::run(settings, &cpu, &options, &mut |line| match line {
         Line::Gates { step, kl, evicted, target, tokens_per_second, .. } => {

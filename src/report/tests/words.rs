@@ -225,6 +225,34 @@ fn texts_are_ranked_by_divergence_the_least_first() {
         assert!(sentence.contains(part), "{part}: {sentence}");
     }
 }
+/// Of 40 policies there are 780 pairs, of which 12 samples can set none apart; but which of them may be the best asks for 39, and there
+/// they can.
+#[test]
+fn who_may_be_the_best_is_asked_of_no_other_pairs() {
+    let sentence = |policies: usize, samples: usize| {
+        let one = samples::formats().records.into_iter().find(|record| record.cell.policy.as_deref() != Some("full"));
+        let one = with_cell(one.unwrap(), |cell| (cell.text, cell.kv_format) = (Some("a.txt".into()), None));
+        let policy = |at: usize| {
+            let mut record = with_cell(one.clone(), |cell| cell.policy = Some(format!("snapkv:window={}", at + 1)));
+            // Two are alike, and all others are worse by more than pieces differ.
+            let worse = if at < 2 { 0.0 } else { 1.0 };
+            let kl = (0..samples).map(|sample| 0.1 + 0.01 * ((sample * 7 + at * 3) % 5) as f64 + worse);
+            let answers = record.answers.as_mut().unwrap();
+            (answers.samples, answers.sample_kl_nats) = (samples, kl.collect());
+            record
+        };
+        let records: Vec<Record> = (0..policies).map(policy).collect();
+        let records: Vec<&Record> = records.iter().collect();
+        findings::of(&records).into_iter().find(|sentence| sentence.starts_with("eval")).unwrap()
+    };
+    let decided = sentence(40, 12);
+    let named = decided.matches("snapkv:window").count();
+    assert!(decided.contains("undecided between") && named == 2, "{decided}");
+    let few = sentence(40, 6);
+    assert!(few.contains("undecided: 6 samples set none of 40 policies apart from `snapkv:window="), "{few}");
+    assert!(few.contains("and 11 could"), "{few}");
+}
+
 /// Pieces of a text are the same under every seed: another seed is no other evidence, of whatever is compared.
 #[test]
 fn pieces_of_a_text_count_once_whatever_the_seeds() {
