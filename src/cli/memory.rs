@@ -201,7 +201,11 @@ impl Report {
         let Report { memory, vectors, width, held_bytes, peak_bytes, .. } = self;
         let done = match (self.action, self.answered) {
             (Action::Write, _) => format!("{} of {width} numbers written into", units::counted(*vectors, "fact")),
-            (Action::Forget, _) => format!("{} not, or not any more, in", units::counted(*vectors, "fact")),
+            // A list has let the oldest go by itself.
+            (Action::Forget, _) => {
+                let are = if *vectors == 1 { "is" } else { "are" };
+                format!("{} {are} now not in", units::counted(*vectors, "fact"))
+            }
             (Action::Read, answered) => {
                 format!("{} of {} answered by", answered.unwrap_or(0), units::counted(*vectors, "cue"))
             }

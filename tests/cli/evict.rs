@@ -305,6 +305,18 @@ fn the_report_has_every_field_and_the_summary_says_what_happened() {
     for said in ["nothing: the budget holds the whole context", "100.0% kept", "0.00e0 relative L2"] {
         assert!(shown.contains(said), "no '{said}' in {shown}");
     }
+    let shown = text(&["--policy", "full", "--budget", "20"]);
+    assert!(shown.contains("nothing: the policy keeps everything, whatever the budget"), "{shown}");
+}
+
+#[test]
+fn a_schedule_that_plays_no_part_is_told() {
+    let desk = Desk::with(&problem(DType::F32));
+    for (policy, is_told) in [("snapkv", false), ("snapkv+chunks:tokens=16", true), ("snapkv+every:steps=2", true)] {
+        let output = desk.evict(&["--policy", policy, "--budget", "0.5"]).assert().success().get_output().clone();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(said.contains("plays no part in one eviction"), is_told, "{policy}: {said}");
+    }
 }
 
 /// The loss is that of the queries to come where the file has them, else of its last ones; what is kept of their attention

@@ -217,6 +217,7 @@ fn wrong_arguments_are_one_line_and_status_2() {
         ),
         (&["doctor", "--memory", "--nvrtc", "x.so"], "cannot be used with"),
         (&["run", "--dry-run", "--resume"], "cannot be used with"),
+        (&["run", "--dry-run", "--shard", "1/2"], "cannot be used with"),
         (&["train", "--out", "x", "--steps", "-1"], "invalid value '-1' for '--steps <N>': a whole number"),
         (&["doctor", "--now"], "unexpected argument '--now'"),
     ];
@@ -225,6 +226,18 @@ fn wrong_arguments_are_one_line_and_status_2() {
         let stderr = String::from_utf8(assertion.get_output().stderr.clone()).unwrap();
         assert!(stderr.starts_with("error: ") && stderr.lines().count() == 1, "{arguments:?}: {stderr}");
         assert!(stderr.contains(expected), "{arguments:?}: expected '{expected}' in: {stderr}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn what_is_no_text_is_refused_where_records_tell_it() {
+    use std::os::unix::ffi::OsStringExt;
+    let name = std::ffi::OsString::from_vec(b"w\xff.txt".to_vec());
+    for arguments in
+        [&["eval", "--text"][..], &["train", "--method", "lora", "--model", "builtin", "--out", "x", "--text"]]
+    {
+        kvsieve(arguments).arg(&name).assert().code(2).stderr(predicate::str::contains(".txt' is not UTF-8"));
     }
 }
 
