@@ -44,6 +44,10 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
+    let known: Vec<Option<PathBuf>> = args.folders.iter().map(|folder| folder.canonicalize().ok()).collect();
+    if let Some(at) = (1..known.len()).find(|&at| known[at].is_some() && known[..at].contains(&known[at])) {
+        return Err(Failure::usage(format!("'{}' is named twice; name each run once", args.folders[at].display())));
+    }
     let out = args.out.as_ref().unwrap_or(&args.folders[0]);
     let detail = if args.per_head { Detail::Heads } else { Detail::Layers };
     let runs = read(&args.folders)?;

@@ -166,6 +166,12 @@ impl Way<'_> {
                 output::note(&left(&outcome));
                 continue;
             }
+            if outcome.records.is_empty() {
+                output::note(
+                    "no cell is this shard's: comparisons are dealt whole, and there are fewer of them than shards",
+                );
+                continue;
+            }
             let drawn = report::draw(&outcome.folder, std::slice::from_ref(&outcome.folder), Detail::Layers)?;
             if !self.json {
                 output::print(&ending(&outcome, &drawn.html))?;

@@ -229,6 +229,22 @@ fn wrong_arguments_are_one_line_and_status_2() {
     }
 }
 
+#[test]
+fn a_shard_without_cells_and_a_run_named_twice_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let grid =
+        "name = \"x\"\n[[grid]]\nmeasure = \"serve\"\nstrategy = \"max\"\ntrace = \"alpaca:steps=20,warmup=10\"\n";
+    std::fs::write(folder.path().join("x.toml"), grid).unwrap();
+    let run = |shard: &str| kvsieve(&["run", "x.toml", "--out", "out", "--shard", shard]).current_dir(&folder).assert();
+    run("2/2").success().stderr(predicate::str::contains("no cell is this shard's")).stdout("");
+    run("1/2").success().stdout(predicate::str::contains("1 cell: 1 ok"));
+    kvsieve(&["report", "out/x", "out/../out/x"])
+        .current_dir(&folder)
+        .assert()
+        .code(2)
+        .stderr(predicate::str::contains("is named twice"));
+}
+
 #[cfg(unix)]
 #[test]
 fn what_is_no_text_is_refused_where_records_tell_it() {
