@@ -145,7 +145,10 @@ mod tests {
     #[test]
     fn sizes_that_no_memory_has_are_refused() {
         let error = crate::episodic::FactMemory::parse("list:slots=144115188075855872").err().unwrap().to_string();
-        assert!(error.contains("slots is '144115188075855872'; it must be 1 to 4294967296"), "{error}");
+        assert!(
+            error.contains("slots is '144115188075855872'; it must be a whole number from 1 to 4294967296"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -134,9 +134,7 @@ fn what_was_out_of_memory_runs_under_a_larger_limit() {
     let expected = |context, status| first.iter().filter(|found| **found == (context, status)).count() == 2;
     assert!(first.len() == 4 && expected(64, Status::Ok) && expected(2048, Status::Oom), "{first:?}");
     assert_eq!(of(&under((1 << 20) + 1, true)), first, "there is no more room than before");
-    let later = of(&under(1 << 30, true));
-    assert_eq!(later[..4], first);
-    assert_eq!(later[4..], [(2048, Status::Ok); 2]);
+    assert_eq!(of(&under(1 << 30, true)), [(64, Status::Ok), (64, Status::Ok), (2048, Status::Ok), (2048, Status::Ok)]);
 }
 
 #[test]
@@ -163,9 +161,10 @@ fn a_policy_that_does_nothing_or_gives_no_numbers_fails_by_name() {
     let resumed = Options { resume: true, ..options(folder.path()) };
     let second = run_in(&grids, &registry, 2, resumed);
     assert_eq!(second.folder, first.folder);
-    let policies: Vec<&str> = second.records.iter().flat_map(|record| record.cell.policy.as_deref()).collect();
+    assert_eq!(second.records.len(), 3, "what is run again replaces what it was");
+    let written = fs::read_to_string(second.folder.join(store::CELLS)).unwrap();
     for policy in ["own", "lazy"] {
-        assert_eq!(policies.iter().filter(|known| **known == policy).count(), 2, "{policy}");
+        assert_eq!(written.matches(&format!("\"policy\":\"{policy}\"")).count(), 2, "{policy}");
     }
 }
 
