@@ -232,7 +232,7 @@ fn cuda_is_an_option_of_run() {
     kvsieve(&report);
     let summary = std::fs::read_to_string(folder.path().join("both/summary.md")).unwrap();
     assert_eq!(summary.matches("# x\n").count(), 2, "{summary}");
-    assert!(kvsieve(&["run", "x.toml", "--device", "cuda", "--dry-run"]).contains("1 cells, 0 of them over"));
+    assert!(kvsieve(&["run", "x.toml", "--device", "cuda", "--dry-run"]).contains("1 cell, 0 of them over"));
 }
 
 #[test]
