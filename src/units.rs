@@ -23,9 +23,9 @@ pub fn bytes(count: u64) -> String {
     if unit == 0 { format!("{count} B") } else { format!("{} {}", three_digits(value), UNITS[unit]) }
 }
 
-/// So many of something: `1 cell`, `16 cells`.
-pub fn counted(count: usize, what: &str) -> String {
-    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+/// So many of something: `1 cell`, `1,437 cells`.
+pub fn counted(count: u64, what: &str) -> String {
+    format!("{} {what}{}", grouped(count.into()), if count == 1 { "" } else { "s" })
 }
 
 /// A whole number with its digits in threes: `111,124`.

@@ -256,9 +256,7 @@ impl Args {
         let names = Args::names;
         let default = if self.model == [BUILTIN] { OF_BUILTIN } else { OF_YOURS };
         let policies = names(&self.policy, if self.memory.is_empty() { default.policies } else { &["full"] });
-        let keeps_all = |name: &String| {
-            Registry::default().policy(name).is_ok_and(|policy| policy.scorer.is_none() && policy.selection.is_none())
-        };
+        let keeps_all = |name: &String| Registry::default().policy(name).is_ok_and(|policy| policy.keeps_all());
         if !self.budget.is_empty() && policies.iter().all(keeps_all) {
             return Err(Failure::usage(format!(
                 "--budget is {}; nothing is evicted by {}; leave it out, or name a policy that evicts",

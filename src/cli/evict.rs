@@ -122,7 +122,7 @@ struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     output_error: Option<f64>,
     evicted_tokens: usize,
-    /// Whether the policy evicts under no budget.
+    /// As [`Policy::keeps_all`].
     #[serde(skip)]
     keeps_all: bool,
     kv_bytes_dense: u64,
@@ -322,7 +322,7 @@ impl Args {
             attention_mass_kept: loss.map(|loss| loss.attention_mass_kept),
             output_error: loss.filter(|_| !policy.rerotates).map(|loss| loss.output_error),
             evicted_tokens: tokens - kept,
-            keeps_all: policy.scorer.is_none(),
+            keeps_all: policy.keeps_all(),
             kv_bytes_dense: tokens as u64 * given_bytes,
             kv_bytes_kept: outcome.kv_bytes_kept.unwrap_or(kept as u64 * token_bytes),
             kv_bytes_read: outcome.read.as_ref().map(|read| read.bytes),

@@ -200,14 +200,16 @@ impl Report {
     fn line(&self) -> String {
         let Report { memory, vectors, width, held_bytes, peak_bytes, .. } = self;
         let done = match (self.action, self.answered) {
-            (Action::Write, _) => format!("{} of {width} numbers written into", units::counted(*vectors, "fact")),
+            (Action::Write, _) => {
+                format!("{} of {width} numbers written into", units::counted(*vectors as u64, "fact"))
+            }
             // A list has let the oldest go by itself.
             (Action::Forget, _) => {
                 let are = if *vectors == 1 { "is" } else { "are" };
-                format!("{} {are} now not in", units::counted(*vectors, "fact"))
+                format!("{} {are} now not in", units::counted(*vectors as u64, "fact"))
             }
             (Action::Read, answered) => {
-                format!("{} of {} answered by", answered.unwrap_or(0), units::counted(*vectors, "cue"))
+                format!("{} of {} answered by", answered.unwrap_or(0), units::counted(*vectors as u64, "cue"))
             }
         };
         format!("{done} {memory}; it holds {}, the peak was {}\n", units::bytes(*held_bytes), units::bytes(*peak_bytes))

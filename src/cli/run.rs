@@ -298,7 +298,7 @@ fn ending(outcome: &Outcome, html: &Path) -> String {
         "{}\n{}\n{}: {} ok, {} oom, {} skipped, {} failed\nreport: {}\n",
         crate::report::summary_table(&outcome.records),
         findings.iter().map(|finding| format!("- {finding}\n")).collect::<String>(),
-        units::counted(outcome.records.len(), "cell"),
+        units::counted(outcome.records.len() as u64, "cell"),
         count(Status::Ok),
         count(Status::Oom),
         count(Status::Skipped),

@@ -114,7 +114,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         .map_err(|error| Failure::work(format!("cannot write '{}': {error}", path.display())))?;
     let [cells, comparisons, tasks] =
         [(experiment.cells.len(), "cell"), (comparisons, "comparison"), (args.tasks as usize, "task")]
-            .map(|(count, what)| units::counted(count, what));
+            .map(|(count, what)| units::counted(count as u64, what));
     let what = format!("{cells} in {comparisons}, {tasks}");
     match args.submit {
         true => output::print(&format!("{what}\njob: {}\n", submit(&path)?)),

@@ -163,7 +163,7 @@ pub fn table<'e>(
     let _ = writeln!(
         text,
         "{}, {oom} of them over the limit of {}{skipped}{}",
-        units::counted(cells.len() + others.len(), "cell"),
+        units::counted((cells.len() + others.len()) as u64, "cell"),
         units::bytes(limit_bytes),
         total,
     );

@@ -114,7 +114,7 @@ pub struct Worker {
 impl Record {
     /// Bytes that a cell needs which is out of memory; `None` where nothing tells: what was predicted is no more than the limit.
     pub fn needed_bytes(&self) -> Option<u64> {
-        let memory = self.memory.as_ref()?;
+        let memory = self.memory.as_ref().filter(|_| self.status == Status::Oom)?;
         let requested_bytes = self.refused.as_ref().map_or(0, |refused| refused.requested_bytes);
         Some(memory.predicted_peak_bytes.max(requested_bytes)).filter(|needed| *needed > memory.limit_bytes)
     }

@@ -376,10 +376,8 @@ impl Runner<'_> {
     fn end(&mut self, mut record: Record) -> Result<(), RunError> {
         // A run under a larger limit tries again what did not fit into this one.
         if record.status == Status::Oom {
-            record.memory.get_or_insert_default();
-        }
-        if let Some(memory) = &mut record.memory {
-            memory.limit_bytes = self.options.limit_bytes;
+            let limit_bytes = self.options.limit_bytes;
+            record.memory.get_or_insert_with(|| Memory { limit_bytes, ..Memory::default() });
         }
         self.store.append(&record)?;
         (self.progress)(Progress::Done(&record));

@@ -267,6 +267,11 @@ impl Policy {
         }
     }
 
+    /// Whether nothing is evicted and all is read, whatever the budget.
+    pub fn keeps_all(&self) -> bool {
+        self.scorer.is_none() && self.selection.is_none()
+    }
+
     /// A policy that keeps everything and reads a part of it in each decode step.
     pub fn selecting(selection: impl KvSelection + 'static) -> Self {
         Policy { selection: Some(Box::new(selection)), ..Policy::full() }

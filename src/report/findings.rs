@@ -34,7 +34,7 @@ fn ran_out(records: &[&Record]) -> Vec<String> {
     let mut first: BTreeMap<(Measure, &str), &Record> = BTreeMap::new();
     let is_kernels =
         |record: &&&Record| record.cell.measure.compares() == Choice::Kernel || record.cell.measure == Measure::EVICT;
-    let ran_out = |record: &&&Record| record.status == Status::Oom && record.needed_bytes().is_some();
+    let ran_out = |record: &&&Record| record.needed_bytes().is_some();
     for record in records.iter().filter(is_kernels).filter(ran_out) {
         let known = first.entry((record.cell.measure, &record.cell.kernel)).or_insert(record);
         if record.cell.context_tokens < known.cell.context_tokens {
@@ -117,13 +117,13 @@ fn policies(records: &[&Record]) -> Vec<String> {
         let words = |(measured, _): &(Measured, &Record)| measured.words(text::drift);
         let near = || rivals[1..].iter().filter(|(other, _)| !best.differs(other));
         // Who has no rival is no winner.
-        (rivals.len() > 1).then_some(())?;
+        let next = rivals.get(1)?;
         let what = if near().next().is_none() {
-            let next = rivals.get(1).map(|next| format!(", before {}", words(next))).unwrap_or_default();
             format!(
-                "{} has the least drift of {}{next}; it needs {}",
+                "{} has the least drift of {}, before {}; it needs {}",
                 words(&rivals[0]),
                 rivals.len(),
+                words(next),
                 needs(record, records)?
             )
         } else {

@@ -121,8 +121,7 @@ fn picture(figure: &Figure) -> Value {
 
 /// A cell that has no numbers, and why.
 fn trouble(record: &Record) -> Value {
-    let is_full = record.status == Status::Oom;
-    let of_memory = record.needed_bytes().zip(record.memory.as_ref()).filter(|_| is_full).map(|(needed, memory)| {
+    let of_memory = record.needed_bytes().zip(record.memory.as_ref()).map(|(needed, memory)| {
         let (needs, limit) = (units::bytes(needed), units::bytes(memory.limit_bytes));
         format!("needs {needs}, {limit} are allowed (--limit-memory)")
     });
@@ -171,7 +170,7 @@ fn tally(records: &[&Record]) -> String {
     let statuses = [Status::Ok, Status::Oom, Status::Failed, Status::Skipped];
     let counts = statuses.into_iter().map(|wanted| (count(wanted), status(wanted))).filter(|(count, _)| *count > 0);
     let counts: Vec<String> = counts.map(|(count, name)| format!("{count} {name}")).collect();
-    format!("{}: {}", units::counted(records.len(), "cell"), counts.join(", "))
+    format!("{}: {}", units::counted(records.len() as u64, "cell"), counts.join(", "))
 }
 
 /// Nested JSON as `outer.inner` and value, in the order of the file.

@@ -100,7 +100,7 @@ fn warnings(records: &[&Record]) -> String {
         *cells.entry(warning).or_default() += 1;
     }
     let one = |(warning, count): (&str, usize)| {
-        let of = units::counted(count, "cell");
+        let of = units::counted(count as u64, "cell");
         let mut lines = vec![format!("! {of}:")];
         for word in warning.split_whitespace().map(|word| shortened(word, MOST_COLUMNS - 2)) {
             let last = lines.last_mut().expect("there is a first line");

@@ -21,7 +21,7 @@ use std::time::Instant;
 
 /// Name of the record in a run's folder.
 pub const RECORD: &str = "training.json";
-/// Sequences that are evaluated at once.
+/// Most sequences that are evaluated at once.
 const JUDGED_AT_ONCE: usize = 4;
 
 /// A rank that trains, and how the numbers of training are shared out with the others.
@@ -260,10 +260,10 @@ impl<'a> Trainer<'a> {
         let evaluation = &self.recipe.evaluation;
         let lengths = evaluation.lengths.iter().filter(|length| **length <= longest);
         let longest = lengths.clone().max().copied();
+        let samples = evaluation.samples;
+        let divides = |at_once: &usize| samples.is_multiple_of(*at_once);
+        let at_once = (1..=JUDGED_AT_ONCE).rev().find(divides).expect("all are multiples of 1");
         for &length in lengths {
-            let samples = evaluation.samples;
-            let divides = |at_once: &usize| samples.is_multiple_of(*at_once);
-            let at_once = (1..=JUDGED_AT_ONCE).rev().find(divides).expect("all are multiples of 1");
             let extents = self.extents(Stage { length, batch: at_once, steps: 1 });
             let mut network = self.network(extents)?;
             for task in &evaluation.tasks {

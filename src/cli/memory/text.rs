@@ -9,7 +9,7 @@ use crate::editing::{Editor, Encoder, Fact, Informed, MEMORY, Maps};
 use crate::episodic::{FactShape, Facts};
 use crate::memory::{Arena, Usage};
 use crate::model::{Model, Text, locate};
-use crate::tensor::file;
+use crate::tensor::file::{self, TensorFile};
 use std::path::Path;
 
 /// Facts that a memory has room for in the list of its scope detector, if no more are written at once: as many as it has slots.
@@ -23,7 +23,8 @@ pub(super) type Done = (String, usize, usize, Option<usize>, Usage);
 pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Arena) -> Result<Done, Failure> {
     let located = locate(model)?;
     let (text, model) = (Text::open(&located)?, Model::open(&located, arena)?);
-    let origin = origin(&model.fingerprint, maps)?;
+    // A model and its maps: encodings of others are something else.
+    let origin = format!("{} {}", model.fingerprint, TensorFile::open(maps)?.hash());
     let maps = Maps::load(maps, &model.config, &model.fingerprint)?;
     let encoder = Encoder::new(&model, &text, maps.layer, cpu, arena)?;
     let lines = std::fs::read_to_string(&args.input)
@@ -84,13 +85,6 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
     editor.facts.save(&args.output, &name, &shape)?;
     output::warn(unlisted(&editor.facts, &shape).as_slice());
     Ok((name, facts.len(), shape.width, None, arena.usage()))
-}
-
-/// Where encodings come from: a model and its maps.
-fn origin(model: &str, maps: &Path) -> Result<String, Failure> {
-    let bytes =
-        std::fs::read(maps).map_err(|error| Failure::usage(format!("cannot read '{}': {error}", maps.display())))?;
-    Ok(format!("{model} {}", &blake3::hash(&bytes).to_hex()[..16]))
 }
 
 /// A line's stem and value, between which a tab stands.

@@ -58,12 +58,12 @@ pub fn most(asked: &Asked, of_context: bool) -> Result<(), Failure> {
         (answer.batch, answer.max_context_tokens) = (Some(scenario.batch), Some(most));
         // The least that could be asked for, where that is too much already.
         scenario.context = if most < MOST { most.max(1) } else { scenario.context };
-        (most, ["token", "tokens"])
+        (most, "token")
     } else {
         let most = scenario.max_batch()?.unwrap_or(0);
         (answer.context_tokens, answer.max_batch) = (Some(scenario.context), Some(most));
         scenario.batch = if most < MOST { most.max(1) } else { scenario.batch };
-        (most, ["sequence", "sequences"])
+        (most, "sequence")
     };
     let peak = scenario.peak(scenario.context);
     asked.report.give(&answer, || text::most(&scenario, what, most, peak.ok().map(|(_, bytes)| bytes)))

@@ -290,8 +290,7 @@ fn eviction(text: &str, budget: Budget) -> Result<Eviction, Failure> {
             "policy '{text}': it looks into the future, which a model has yet to write"
         )));
     }
-    let keeps_all = policy.scorer.is_none() && policy.selection.is_none();
-    unused(keeps_all, "--budget", &format!("the policy '{text}', which evicts nothing"))?;
+    unused(policy.keeps_all(), "--budget", &format!("the policy '{text}', which evicts nothing"))?;
     Ok(Eviction {
         policy: text.into(),
         budget,

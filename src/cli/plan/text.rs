@@ -5,7 +5,7 @@ use crate::planner::roofline::Times;
 use crate::planner::scenario::Bytes;
 use crate::planner::search::MOST;
 use crate::planner::{Phase, Scenario, Waterfall};
-use crate::units::{bytes, gb, gib, grouped, nanoseconds};
+use crate::units::{bytes, counted, gb, gib, grouped, nanoseconds};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -154,7 +154,7 @@ pub fn remedy(remedy: &Remedy) -> String {
 }
 
 /// The most that fits, and where that is none what `least`, the smallest that was looked at, needs.
-pub fn most(scenario: &Scenario<'_>, [one, many]: [&str; 2], most: u64, least: Option<Bytes>) -> String {
+pub fn most(scenario: &Scenario<'_>, what: &str, most: u64, least: Option<Bytes>) -> String {
     let answer = match most {
         0 => least.map_or("none".into(), |least| {
             let (term, bytes) = least.terms().into_iter().max_by_key(|(_, bytes)| *bytes).unwrap_or_default();
@@ -162,9 +162,8 @@ pub fn most(scenario: &Scenario<'_>, [one, many]: [&str; 2], most: u64, least: O
             let need = gib(least.total());
             format!("none: the least needs {need} GiB, {} GiB of it {term}; {there} GiB are there", gib(bytes))
         }),
-        1 => format!("1 {one}"),
-        MOST.. => format!("any number of {many}"),
-        most => format!("{} {many}", grouped(u128::from(most))),
+        MOST.. => format!("any number of {what}s"),
+        most => counted(most, what),
     };
     format!("{}{answer}\n", wrapped(&scenario.words(), ""))
 }

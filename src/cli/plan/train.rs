@@ -200,7 +200,7 @@ fn words(training: &Training<'_>, memory: Memory, report: &Report<'_>) -> String
         grouped(u128::from(report.parameters)),
         training.micro_batch,
         grouped(u128::from(training.context)),
-        counted(cards as usize, "card"),
+        counted(cards, "card"),
         training.zero,
         format!("{:?}", training.recompute).to_lowercase(),
     );

@@ -225,6 +225,7 @@ fn texts_are_ranked_by_divergence_the_least_first() {
         assert!(sentence.contains(part), "{part}: {sentence}");
     }
 }
+
 /// Of 40 policies there are 780 pairs, of which 12 samples can set none apart; but which of them may be the best asks for 39, and there
 /// they can.
 #[test]
