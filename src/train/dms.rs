@@ -13,16 +13,16 @@ mod settings;
 pub use settings::Settings;
 
 use super::activations::{Extents, Recompute};
-use super::adamw::AdamW;
+use super::adamw::{AdamW, Constants};
 use super::checkpoint::{self, Array, Progress};
 use super::data::Data;
-use super::error::{HELD_OUT_LOSS, LOSS};
-use super::export;
+use super::error::{GRADIENT_NORM, HELD_OUT_LOSS};
 use super::gates::{Gates, Mode, OFFSET, SCALE, TAU};
-use super::log::{self, Line, Log};
+use super::log::{self, Line};
 use super::lora::{Adapters, Layout};
+use super::method::{Method, Run, Since, Step, Tell};
 use super::recipe::{BUILTIN, Recipe, Stage};
-use super::run::{Options, RECORD, TrainError};
+use super::run::{Options, TrainError};
 use super::text::{HELD_OUT, TextSource};
 use super::vocabulary::Vocabulary;
 use super::weights::Frozen;
@@ -35,13 +35,9 @@ use crate::tensor::file::{self, Output};
 use serde_json::json;
 use std::collections::HashMap;
 use std::path::Path;
-use std::time::Instant;
 
 /// Name of the trained gates in a run's folder.
 pub const POLICY: &str = "policy.safetensors";
-/// Steps from one line of the log to the next, and from one checkpoint and look at held-out text to the next.
-const LOG_STEPS: usize = 5;
-const SAVE_STEPS: usize = 25;
 /// Between the seeds of generated sequences here and of what evaluations ask.
 const GENERATED: u64 = 0xD35_0000_0000;
 /// How many held-out sequences are judged.
@@ -93,14 +89,21 @@ impl<'a> Source<'a> {
     }
 }
 
-/// What was added up since the last line of the log.
-#[derive(Default)]
-struct Since {
-    steps: usize,
-    kl: f64,
+/// Gates, and adapters where there are some, beside a frozen model.
+struct Dms<'a> {
+    settings: &'a Settings,
+    cpu: &'a Cpu,
+    config: &'a Config,
+    base: &'a str,
+    folder: &'a Path,
+    source: Source<'a>,
+    weights: Frozen,
+    network: Network<'a>,
+    /// Of the gates, and of the adapters.
+    averages: Vec<AdamW>,
+    optimizer: Constants,
+    /// Fractions of tokens that were evicted since the last line of the log, added up.
     evicted: f64,
-    gradient_norm: f64,
-    seconds: f64,
 }
 
 /// Trains gates. Tells `watch` each line as it is logged.
@@ -118,7 +121,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let layout = settings.adapters.as_ref().map(|asked| Layout::beside(&model, &parameters, asked));
     let layout = layout.transpose().map_err(misfit)?;
     let arena = Arena::with_limit(options.limit_bytes);
-    let mut source = Source::new(settings, &model, &vocabulary, &arena)?;
+    let source = Source::new(settings, &model, &vocabulary, &arena)?;
     let Settings { batch, length: len, .. } = *settings;
     let design = settings.design();
     // Rows that no token is gone for are those of the dense model where nothing but gates is trained.
@@ -131,10 +134,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
 
-    let folder = options.out.as_path();
-    checkpoint::check(options, Some(&model))?;
-    std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = checkpoint::digest(&(settings, &base, checkpoint::of_text(settings.text.as_deref())));
+    let run = Run::begin(options, &model, &(settings, &base, checkpoint::of_text(settings.text.as_deref())))?;
     let weights = Frozen::open(&model, &parameters, &arena)?;
     let mut gates = Gates::new(&arena, &extents, design)?;
     gates.draw(settings.seed);
@@ -144,100 +144,11 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         averages.push(AdamW::new(&arena, layout.count())?);
         network = network.with_adapters(Adapters::new(&arena, layout, &extents, settings.seed)?);
     }
-    let mut progress = Progress::default();
-    if options.resume {
-        progress = checkpoint::load(folder, &digest, [count; 3], &mut |array, mut values| {
-            for part in arrays(&mut network, &mut averages, array) {
-                let (own, behind) = values.split_at(part.len());
-                part.copy_from_slice(own);
-                values = behind;
-            }
-            Ok(())
-        })?;
-    }
-    let log = Log::open(folder, progress.step)?;
-    let (optimizer, mut since) = (settings.optimizer(), Since::default());
-    let extents = [settings.batch, settings.length];
-    let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
-    if checkpoint::is_done(folder, &progress, end) {
-        return Ok(());
-    }
-    while progress.step < end {
-        let (step, began) = (progress.step, Instant::now());
-        let tokens = source.tokens(cpu, progress.sequences, extents)?;
-        let (mode, target) = (Mode::Relaxed { seed: settings.seed, step: step as u64 }, settings.target(step));
-        let (gates, adapters) = network.gates_and_adapters();
-        gates.gradient.fill(0.0);
-        if let Some(adapters) = adapters {
-            adapters.gradient.fill(0.0);
-        }
-        let found = network.distil(weights.all(), &tokens, mode, Some((target, settings.pressure)))?;
-        TrainError::diverged(LOSS, step, found.kl)?;
-        let rate = optimizer.rate(step, settings.steps);
-        let (gates, adapters) = network.gates_and_adapters();
-        let Gates { weights: trained, gradient, parameters, .. } = gates;
-        since.gradient_norm += averages[0].update(cpu, &optimizer, parameters, (step, rate), trained, gradient);
-        if let Some(Adapters { weights: trained, gradient, layout, .. }) = adapters {
-            averages[1].update(cpu, &optimizer, &layout.parameters, (step, rate), trained, gradient);
-        }
-        let seconds = progress.add(settings.batch, tokens.len(), began);
-        since.seconds += seconds;
-        since.steps += 1;
-        since.kl += found.kl;
-        since.evicted += found.evicted;
-
-        let (done, steps) = (progress.step, since.steps as f64);
-        if done.is_multiple_of(LOG_STEPS) || done == end {
-            let evicted = since.evicted / steps;
-            log.tell(
-                watch,
-                Line::Gates {
-                    step: done,
-                    kl: since.kl / steps,
-                    evicted,
-                    target,
-                    rate,
-                    gradient_norm: since.gradient_norm / steps,
-                    tokens: progress.tokens,
-                    seconds: progress.seconds,
-                    tokens_per_second: steps * tokens.len() as f64 / since.seconds,
-                },
-            )?;
-            if settings.collapsed(done, evicted, target) {
-                return Err(TrainError::Collapsed { step: done, evicted, target });
-            }
-            since = Since::default();
-        }
-        let (ratio, _, stage) = settings.stage(step);
-        if done.is_multiple_of(SAVE_STEPS) || done == end || done == stage.end {
-            let (mut kl, mut evicted) = (0.0, 0.0);
-            let batches = JUDGED.div_ceil(settings.batch);
-            for index in 0..batches {
-                let tokens = source.tokens(cpu, HELD_OUT + (index * settings.batch) as u64, extents)?;
-                let found = network.distil(weights.all(), &tokens, Mode::Hard, None)?;
-                (kl, evicted) = (kl + found.kl / batches as f64, evicted + found.evicted / batches as f64);
-            }
-            TrainError::diverged(HELD_OUT_LOSS, step, kl)?;
-            let line = Line::HeldOutGates { step: done, kl, evicted };
-            log.tell(watch, line)?;
-            let (gates, adapters) = network.gates_and_adapters();
-            // Gates belong to the model that they were trained in: with adapters, that of this folder.
-            let mut of = base.clone();
-            if let Some(adapters) = adapters {
-                adapters.export(folder, &settings.model, &base)?;
-                of = fingerprint(folder)?;
-            }
-            let write = |name: &str| write_policy(settings, &config, &of, gates, &progress, &folder.join(name));
-            write(POLICY)?;
-            if done == stage.end && done < settings.steps {
-                write(&format!("policy-{ratio}x.safetensors"))?;
-            }
-            // Last: a run that is killed before it writes all of this again.
-            checkpoint::save(folder, &digest, &progress, [count; 3], &mut |array, take| {
-                arrays(&mut network, &mut averages, array).into_iter().try_for_each(|part| take(part))
-            })?;
-        }
-    }
+    let folder = run.folder();
+    let (config, base, optimizer) = (&config, &base[..], settings.optimizer());
+    let mut dms =
+        Dms { settings, cpu, config, base, folder, source, weights, network, averages, optimizer, evicted: 0.0 };
+    let Some(progress) = run.steps(&mut dms, settings.steps, watch)? else { return Ok(()) };
     let record = json!({
         "method": settings.method(),
         "settings": settings,
@@ -247,25 +158,98 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "temperature": TAU,
         "trained_parameters": count,
         "recompute": recompute,
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "seconds": progress.seconds,
         "held_out": log::last(folder, |line| matches!(line, Line::HeldOutGates { .. }))?,
-        "peak_bytes": arena.usage().peak,
-        "environment": options.environment,
     });
-    export::text(folder, RECORD, &format!("{record:#}\n"))
+    run.record(&progress, &arena.usage().peak, record)
 }
 
-/// The parts of a checkpoint's array: of gates, and of adapters where there are some.
-fn arrays<'t>(network: &'t mut Network<'_>, averages: &'t mut [AdamW], array: Array) -> Vec<&'t mut [f32]> {
-    match array {
-        Array::Weights => {
-            let (gates, adapters) = network.gates_and_adapters();
-            std::iter::once(&mut *gates.weights).chain(adapters.map(|adapters| &mut *adapters.weights)).collect()
+impl Method for Dms<'_> {
+    fn arrays(&mut self, array: Array) -> Vec<&mut [f32]> {
+        match array {
+            Array::Weights => {
+                let (gates, adapters) = self.network.gates_and_adapters();
+                std::iter::once(&mut *gates.weights).chain(adapters.map(|adapters| &mut *adapters.weights)).collect()
+            }
+            Array::Mean => self.averages.iter_mut().map(|one| &mut *one.mean).collect(),
+            Array::Square => self.averages.iter_mut().map(|one| &mut *one.square).collect(),
         }
-        Array::Mean => averages.iter_mut().map(|one| &mut *one.mean).collect(),
-        Array::Square => averages.iter_mut().map(|one| &mut *one.square).collect(),
+    }
+
+    fn step(&mut self, progress: &Progress) -> Result<Step, TrainError> {
+        let Dms { settings, cpu, network, averages, optimizer, .. } = self;
+        let Settings { batch, length, seed, steps, pressure, .. } = **settings;
+        let tokens = self.source.tokens(cpu, progress.sequences, [batch, length])?;
+        let step = progress.step;
+        let (gates, adapters) = network.gates_and_adapters();
+        gates.gradient.fill(0.0);
+        if let Some(adapters) = adapters {
+            adapters.gradient.fill(0.0);
+        }
+        let (mode, target) = (Mode::Relaxed { seed, step: step as u64 }, settings.target(step));
+        let found = network.distil(self.weights.all(), &tokens, mode, Some((target, pressure)))?;
+        let rate = optimizer.rate(step, steps);
+        let (gates, adapters) = network.gates_and_adapters();
+        let Gates { weights: trained, gradient, parameters, .. } = gates;
+        let gradient_norm = averages[0].update(cpu, optimizer, parameters, (step, rate), trained, gradient);
+        if let Some(Adapters { weights: trained, gradient, layout, .. }) = adapters {
+            let norm = averages[1].update(cpu, optimizer, &layout.parameters, (step, rate), trained, gradient);
+            TrainError::diverged(GRADIENT_NORM, step, norm)?;
+        }
+        self.evicted += found.evicted;
+        Ok(Step { sequences: batch, tokens: tokens.len(), loss: found.kl, gradient_norm, rate })
+    }
+
+    fn log(&mut self, progress: &Progress, since: &Since, tell: Tell<'_>) -> Result<(), TrainError> {
+        let target = self.settings.target(progress.step - 1);
+        let evicted = std::mem::take(&mut self.evicted) / since.steps as f64;
+        tell(Line::Gates {
+            step: progress.step,
+            kl: since.loss(),
+            evicted,
+            target,
+            rate: since.last.rate,
+            gradient_norm: since.gradient_norm(),
+            tokens: progress.tokens,
+            seconds: progress.seconds,
+            tokens_per_second: since.tokens_per_second(),
+        })?;
+        match self.settings.collapsed(progress.step, evicted, target) {
+            true => Err(TrainError::Collapsed { step: progress.step, evicted, target }),
+            false => Ok(()),
+        }
+    }
+
+    fn is_milestone(&self, steps: usize) -> bool {
+        steps == self.settings.stage(steps - 1).2.end
+    }
+
+    fn save(&mut self, progress: &Progress, tell: Tell<'_>) -> Result<(), TrainError> {
+        let Dms { settings, network, folder, .. } = self;
+        let Settings { batch, length, .. } = **settings;
+        let (mut kl, mut evicted) = (0.0, 0.0);
+        let batches = JUDGED.div_ceil(batch);
+        for index in 0..batches {
+            let tokens = self.source.tokens(self.cpu, HELD_OUT + (index * batch) as u64, [batch, length])?;
+            let found = network.distil(self.weights.all(), &tokens, Mode::Hard, None)?;
+            (kl, evicted) = (kl + found.kl / batches as f64, evicted + found.evicted / batches as f64);
+        }
+        let done = progress.step;
+        TrainError::diverged(HELD_OUT_LOSS, done - 1, kl)?;
+        tell(Line::HeldOutGates { step: done, kl, evicted })?;
+        let (gates, adapters) = network.gates_and_adapters();
+        // Gates belong to the model that they were trained in: with adapters, that of this folder.
+        let mut of = self.base.to_string();
+        if let Some(adapters) = adapters {
+            adapters.export(folder, &settings.model, self.base)?;
+            of = fingerprint(folder)?;
+        }
+        let write = |name: &str| write_policy(settings, self.config, &of, gates, progress, &folder.join(name));
+        write(POLICY)?;
+        let (ratio, _, stage) = settings.stage(done - 1);
+        if done == stage.end && done < settings.steps {
+            write(&format!("policy-{ratio}x.safetensors"))?;
+        }
+        Ok(())
     }
 }
 

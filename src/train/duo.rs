@@ -9,14 +9,13 @@
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{self, Progress};
+use super::checkpoint::{self, Array, Progress};
 use super::data::Data;
-use super::error::LOSS;
-use super::export;
 use super::head_gates::HeadGates;
-use super::log::{self, Line, Log};
+use super::log::{self, Line};
+use super::method::{Method, Run, Since, Step, Tell};
 use super::recipe::{BUILTIN, DataSpec, Recipe, SourceSpec, Stage};
-use super::run::{Options, RECORD, TrainError};
+use super::run::{Options, TrainError};
 use super::text::HELD_OUT;
 use super::vocabulary::Vocabulary;
 use super::weights::Frozen;
@@ -34,13 +33,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
 /// Name of the trained gates in a run's folder.
 pub const POLICY: &str = "policy.safetensors";
-/// Steps from one line of the log to the next, and from one checkpoint and look at held-out sequences to the next.
-const LOG_STEPS: usize = 5;
-const SAVE_STEPS: usize = 25;
 /// How many held-out sequences are judged.
 const JUDGED: usize = 4;
 /// Between the seeds of what is read here and of what evaluations ask.
@@ -127,12 +122,18 @@ impl Settings {
     }
 }
 
-/// What was added up since the last line of the log.
-#[derive(Default)]
-struct Since {
-    steps: usize,
-    distance: f64,
-    seconds: f64,
+/// Gates of the heads of a frozen model.
+struct Duo<'a> {
+    settings: &'a Settings,
+    cpu: &'a Cpu,
+    config: &'a Config,
+    base: &'a str,
+    folder: &'a Path,
+    data: Data<'a>,
+    weights: Frozen,
+    network: Network<'a>,
+    adamw: AdamW,
+    optimizer: Constants,
 }
 
 /// Trains gates. Tells `watch` each line as it is logged.
@@ -140,7 +141,6 @@ struct Since {
 /// # Errors
 /// When settings, text, folder or memory do not allow it, or the loss stops being a number.
 pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
-    let misfit = |reason| TrainError::Misfit { name: "duo".into(), reason };
     let model = locate(&settings.model)?;
     let config = Config::read(&model)?;
     settings.check(&config).map_err(misfit)?;
@@ -154,105 +154,99 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
 
-    let folder = options.out.as_path();
-    checkpoint::check(options, Some(&model))?;
-    std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = checkpoint::digest(&(settings, &base, checkpoint::of_text(settings.text.as_deref())));
+    let run = Run::begin(options, &model, &(settings, &base, checkpoint::of_text(settings.text.as_deref())))?;
     let weights = Frozen::open(&model, &parameters, &arena)?;
     let gates = HeadGates::new(&arena, &extents, settings.near)?;
-    let mut network = Network::new(&arena, cpu, extents, recompute)?.with_head_gates(gates);
-    let mut adamw = AdamW::new(&arena, HeadGates::count(&config))?;
-    let mut progress = Progress::default();
-    if options.resume {
-        let alpha = &mut network.head_gates().alpha;
-        progress = checkpoint::load(folder, &digest, [alpha.len(); 3], &mut |array, values| {
-            let AdamW { mean, square } = &mut adamw;
-            [&mut *alpha, mean, square][array as usize].copy_from_slice(values);
-            Ok(())
-        })?;
-    }
-    let log = Log::open(folder, progress.step)?;
-    let (optimizer, mut since) = (settings.optimizer(), Since::default());
-    let of_step = [settings.batch, settings.length];
-    let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
-    if checkpoint::is_done(folder, &progress, end) {
-        return Ok(());
-    }
-    while progress.step < end {
-        let (step, began) = (progress.step, Instant::now());
-        let batch = data.batch(cpu, progress.sequences, of_step)?;
-        if batch.targets.is_empty() {
-            let length = settings.length;
-            return Err(misfit(format!("{length} tokens have no room for a needle and its question; give more")));
-        }
-        network.head_gates().gradient.fill(0.0);
-        let distance = network.identify(weights.all(), &batch, Some(settings.pressure))?;
-        TrainError::diverged(LOSS, step, distance)?;
-        let rate = settings.rate(step);
-        let HeadGates { alpha, gradient, parameters, .. } = network.head_gates();
-        adamw.update(cpu, &optimizer, parameters, (step, rate), alpha, gradient);
-        alpha.iter_mut().for_each(|alpha| *alpha = alpha.clamp(0.0, 1.0));
-        let seconds = progress.add(settings.batch, batch.tokens.len(), began);
-        since = Since { steps: since.steps + 1, distance: since.distance + distance, seconds: since.seconds + seconds };
-
-        let done = progress.step;
-        if done.is_multiple_of(LOG_STEPS) || done == end {
-            let alpha = &network.head_gates().alpha;
-            let line = Line::Heads {
-                step: done,
-                distance: since.distance / since.steps as f64,
-                alpha: mean(alpha),
-                low: alpha.iter().filter(|alpha| **alpha < 0.5).count(),
-                heads: alpha.len(),
-                rate,
-                tokens: progress.tokens,
-                seconds: progress.seconds,
-                tokens_per_second: (since.steps * batch.tokens.len()) as f64 / since.seconds,
-            };
-            log.tell(watch, line)?;
-            since = Since::default();
-        }
-        if done.is_multiple_of(SAVE_STEPS) || done == end {
-            let alpha = network.head_gates().alpha.to_vec();
-            write_policy(settings, &config, &base, &alpha, &progress, &folder.join(POLICY))?;
-            let mut judge = |order: &[usize]| -> Result<f64, TrainError> {
-                let (gates, half) = (&mut network.head_gates().alpha, order.len() / 2);
-                order.iter().enumerate().for_each(|(rank, &head)| gates[head] = if rank < half { 0.0 } else { 1.0 });
-                let batches = JUDGED.div_ceil(settings.batch);
-                let mut sum = 0.0;
-                for index in 0..batches {
-                    let batch = data.batch(cpu, HELD_OUT + (index * settings.batch) as u64, of_step)?;
-                    sum += network.identify(weights.all(), &batch, None)?;
-                }
-                network.head_gates().alpha.copy_from_slice(&alpha);
-                Ok(sum / batches as f64)
-            };
-            let mut order: Vec<usize> = (0..alpha.len()).collect();
-            order.sort_by(|&a, &b| alpha[a].total_cmp(&alpha[b]));
-            let distance = judge(&order)?;
-            order.shuffle(&mut ChaCha8Rng::seed_from_u64(settings.seed));
-            let line = Line::HeldOutHeads { step: done, distance, random: judge(&order)? };
-            log.tell(watch, line)?;
-            // Last: a run that is killed before it writes all of this again.
-            checkpoint::save(folder, &digest, &progress, [alpha.len(); 3], &mut |array, take| {
-                take([&alpha, &*adamw.mean, &*adamw.square][array as usize])
-            })?;
-        }
-    }
+    let network = Network::new(&arena, cpu, extents, recompute)?.with_head_gates(gates);
+    let adamw = AdamW::new(&arena, HeadGates::count(&config))?;
+    let folder = run.folder();
+    let (config, base, optimizer) = (&config, &base[..], settings.optimizer());
+    let mut duo = Duo { settings, cpu, config, base, folder, data, weights, network, adamw, optimizer };
+    let Some(progress) = run.steps(&mut duo, settings.steps, watch)? else { return Ok(()) };
     let record = json!({
         "method": "duo",
         "settings": settings,
         "base_model": base,
-        "trained_parameters": HeadGates::count(&config),
+        "trained_parameters": HeadGates::count(config),
         "recompute": recompute,
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "seconds": progress.seconds,
         "held_out": log::last(folder, |line| matches!(line, Line::HeldOutHeads { .. }))?,
-        "peak_bytes": arena.usage().peak,
-        "environment": options.environment,
     });
-    export::text(folder, RECORD, &format!("{record:#}\n"))
+    run.record(&progress, &arena.usage().peak, record)
+}
+
+fn misfit(reason: String) -> TrainError {
+    TrainError::Misfit { name: "duo".into(), reason }
+}
+
+impl Duo<'_> {
+    /// Distance on held-out sequences with the first half of `order` reading only what is near.
+    fn judge(&mut self, order: &[usize], alpha: &[f32]) -> Result<f64, TrainError> {
+        let Settings { batch, length, .. } = *self.settings;
+        let (gates, half) = (&mut self.network.head_gates().alpha, order.len() / 2);
+        order.iter().enumerate().for_each(|(rank, &head)| gates[head] = if rank < half { 0.0 } else { 1.0 });
+        let batches = JUDGED.div_ceil(batch);
+        let mut sum = 0.0;
+        for index in 0..batches {
+            let read = self.data.batch(self.cpu, HELD_OUT + (index * batch) as u64, [batch, length])?;
+            sum += self.network.identify(self.weights.all(), &read, None)?;
+        }
+        self.network.head_gates().alpha.copy_from_slice(alpha);
+        Ok(sum / batches as f64)
+    }
+}
+
+impl Method for Duo<'_> {
+    fn arrays(&mut self, array: Array) -> Vec<&mut [f32]> {
+        let AdamW { mean, square } = &mut self.adamw;
+        let alpha = &mut self.network.head_gates().alpha;
+        vec![match array {
+            Array::Weights => alpha,
+            Array::Mean => mean,
+            Array::Square => square,
+        }]
+    }
+
+    fn step(&mut self, progress: &Progress) -> Result<Step, TrainError> {
+        let Settings { batch: sequences, length, pressure, .. } = *self.settings;
+        let batch = self.data.batch(self.cpu, progress.sequences, [sequences, length])?;
+        if batch.targets.is_empty() {
+            return Err(misfit(format!("{length} tokens have no room for a needle and its question; give more")));
+        }
+        self.network.head_gates().gradient.fill(0.0);
+        let loss = self.network.identify(self.weights.all(), &batch, Some(pressure))?;
+        let rate = self.settings.rate(progress.step);
+        let HeadGates { alpha, gradient, parameters, .. } = self.network.head_gates();
+        let gradient_norm =
+            self.adamw.update(self.cpu, &self.optimizer, parameters, (progress.step, rate), alpha, gradient);
+        alpha.iter_mut().for_each(|alpha| *alpha = alpha.clamp(0.0, 1.0));
+        Ok(Step { sequences, tokens: batch.tokens.len(), loss, gradient_norm, rate })
+    }
+
+    fn log(&mut self, progress: &Progress, since: &Since, tell: Tell<'_>) -> Result<(), TrainError> {
+        let alpha = &self.network.head_gates().alpha;
+        tell(Line::Heads {
+            step: progress.step,
+            distance: since.loss(),
+            alpha: mean(alpha),
+            low: alpha.iter().filter(|alpha| **alpha < 0.5).count(),
+            heads: alpha.len(),
+            rate: since.last.rate,
+            tokens: progress.tokens,
+            seconds: progress.seconds,
+            tokens_per_second: since.tokens_per_second(),
+        })
+    }
+
+    fn save(&mut self, progress: &Progress, tell: Tell<'_>) -> Result<(), TrainError> {
+        let alpha = self.network.head_gates().alpha.to_vec();
+        write_policy(self.settings, self.config, self.base, &alpha, progress, &self.folder.join(POLICY))?;
+        let mut order: Vec<usize> = (0..alpha.len()).collect();
+        order.sort_by(|&a, &b| alpha[a].total_cmp(&alpha[b]));
+        let distance = self.judge(&order, &alpha)?;
+        order.shuffle(&mut ChaCha8Rng::seed_from_u64(self.settings.seed));
+        let random = self.judge(&order, &alpha)?;
+        tell(Line::HeldOutHeads { step: progress.step, distance, random })
+    }
 }
 
 fn mean(alpha: &[f32]) -> f64 {

@@ -14,16 +14,16 @@ mod samples;
 use self::mlp::Mlp;
 use self::samples::Samples;
 use super::checkpoint::{self, Array, Progress};
-use super::export;
 use super::gate_functions;
 use super::log::{Line, Log};
+use super::method::{Method, Run, Since, Step, Tell};
 use super::ridge::{Linear, Moments};
-use super::run::{Options, RECORD, TrainError};
+use super::run::{Options, TrainError};
 use super::text::{HELD_OUT, TextSource};
 use super::vocabulary::Vocabulary;
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
-use crate::model::{Activation, Config, Hook, Model, ModelError, Recall, Repeat, Text, locate};
+use crate::model::{Activation, Config, Hook, Model, ModelError, Recall, Repeat, Text, fingerprint, locate};
 use crate::policy::Registry;
 use crate::tensor::DType;
 use crate::tensor::file::{self, Output};
@@ -34,7 +34,6 @@ use serde_json::json;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
 
 /// Name of the fitted gates in a run's folder.
 pub const POLICY: &str = "policy.safetensors";
@@ -42,9 +41,8 @@ pub const POLICY: &str = "policy.safetensors";
 const TEACHER: &str = "kvzip-plus";
 /// Penalty of a squared weight, that of the authors' code.
 const RIDGE: f64 = 1.0;
-/// Sequences that are held out, and from one checkpoint to the next.
+/// Sequences that are held out.
 const JUDGED: u64 = 8;
-const SAVE_STEPS: usize = 20;
 
 /// What is fitted, on what.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -80,30 +78,6 @@ impl Hook for States {
     }
 }
 
-/// Reads sequence `number`, has it repeated, and adds its tokens to the moments of each layer, and some to the samples that are kept.
-fn add(
-    teacher: &Recall<'_>,
-    (number, tokens): (u64, &[u32]),
-    moments: &mut [Moments],
-    kept: Option<&Samples>,
-    scratch: &mut [f32],
-) -> Result<(), TrainError> {
-    let Recall { model, cpu, arena, .. } = *teacher;
-    let config = &model.config;
-    let held = |_| Ok(Mutex::new((arena.alloc(Label::Activations, tokens.len() * config.hidden)?, 0)));
-    let states = States((0..config.layers).map(held).collect::<Result<_, ArenaError>>()?);
-    let heard = teacher.scores(tokens, Some(&states))?;
-    let unlocked = |one: Mutex<(Buffer<f32>, usize)>| one.into_inner().unwrap_or_else(PoisonError::into_inner).0;
-    let hidden: Vec<Buffer<f32>> = states.0.into_iter().map(unlocked).collect();
-    let scores = heard.chunks_exact(config.kv_heads * tokens.len());
-    let of_layers: Vec<(&[f32], &[f32])> = hidden.iter().map(|hidden| &**hidden).zip(scores).collect();
-    for (moments, (hidden, scores)) in moments.iter_mut().zip(&of_layers) {
-        let rows = samples(hidden, scores, tokens.len());
-        cpu.install(|| moments.add(&rows, scratch, cpu.threads()));
-    }
-    kept.map_or(Ok(()), |kept| kept.keep(number, &of_layers))
-}
-
 /// Rows `[hidden state | 1 | logarithms of the scores of each KV head]` of `tokens` tokens; tokens that some head never looked
 /// at have no logarithm, and no row.
 fn samples(hidden: &[f32], scores: &[f32], tokens: usize) -> Vec<f32> {
@@ -113,14 +87,6 @@ fn samples(hidden: &[f32], scores: &[f32], tokens: usize) -> Vec<f32> {
     looked_at
         .flat_map(|(token, state)| state.iter().copied().chain([1.0]).chain(of_token(token).map(f32::ln)))
         .collect()
-}
-
-/// The function of each KV head of each layer that fits best, layer after layer.
-fn fit(moments: &[Moments], heads: usize, cpu: &Cpu, arena: &Arena) -> Result<Vec<Linear>, TrainError> {
-    let of_head = |index: usize| moments[index / heads].fit(index % heads, RIDGE, arena);
-    let fitted = cpu
-        .install(|| (0..moments.len() * heads).into_par_iter().map(of_head).collect::<Result<Vec<_>, ArenaError>>())?;
-    fitted.into_iter().collect::<Option<_>>().ok_or_else(|| misfit("no token was looked at in some layer".into()))
 }
 
 /// Part of the variance of the scores of each KV head that functions explain, layer after layer.
@@ -167,14 +133,27 @@ fn misfit(reason: String) -> TrainError {
     TrainError::Misfit { name: "kvzap".into(), reason }
 }
 
+/// Sums over samples of what a model reads and repeats.
+struct Kvzap<'a> {
+    teacher: Recall<'a>,
+    source: TextSource<'a>,
+    length: usize,
+    folder: &'a Path,
+    /// Of each layer, of what is learned from and of what is held out.
+    moments: Vec<Moments>,
+    held_out: Vec<Moments>,
+    /// Samples by themselves, where more than sums are fitted to.
+    kept: Option<Samples>,
+    scratch: Buffer<f32>,
+}
+
 /// Fits gates. Tells `watch` each line as it is logged.
 ///
 /// # Errors
 /// When settings, text, folder or memory do not allow it.
 pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
-    let folder = options.out.as_path();
     let path = locate(&settings.model)?;
-    checkpoint::check(options, Some(&path))?;
+    let decides = (settings, fingerprint(&path)?, checkpoint::of_text(Some(&settings.text)));
     let arena = Arena::with_limit(options.limit_bytes);
     let model = Model::open(&path, &arena)?;
     let config = &model.config;
@@ -194,79 +173,35 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     gate_functions::check_inner(settings.inner).map_err(misfit)?;
     let vocabulary = Vocabulary::of_folder(&path, config)?;
     let source = TextSource::open(&settings.text, &vocabulary, length, seed).map_err(misfit)?;
-    std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = checkpoint::digest(&(settings, &model.fingerprint, checkpoint::of_text(Some(&settings.text))));
+    let run = Run::begin(options, &path, &decides)?;
 
-    let heads = config.kv_heads;
-    let of_layers =
-        || (0..config.layers).map(|_| Moments::new(&arena, config.hidden, heads)).collect::<Result<Vec<_>, _>>();
-    let (mut moments, mut held_out) = (of_layers()?, of_layers()?);
-    let width = moments[0].width();
-    let mut scratch = arena.alloc(Label::Workspace, width * width)?;
-    // Sums of doubles are written as twice as many numbers of half the width, bit for bit.
-    let lens = [2 * config.layers * width * width, 0, 0];
-    let mut progress = Progress::default();
-    if options.resume {
-        progress = checkpoint::load(folder, &digest, lens, &mut |array, words| {
-            if array == Array::Weights {
-                let parts = words.chunks_exact(2 * width * width);
-                moments.iter_mut().zip(parts).for_each(|(moments, part)| {
-                    bytemuck::cast_slice_mut(moments.sums()).copy_from_slice(part);
-                });
-            }
-            Ok(())
-        })?;
-    }
-    let kept = settings.inner.map(|_| Samples::new(folder, [config.layers, heads, config.hidden], seed));
-    if checkpoint::is_done(folder, &progress, steps) {
-        kept.iter().for_each(Samples::remove);
-        return Ok(());
-    }
+    let (layers, heads, folder) = (config.layers, config.kv_heads, run.folder());
+    let of_layers = || (0..layers).map(|_| Moments::new(&arena, config.hidden, heads)).collect::<Result<Vec<_>, _>>();
+    let (moments, held_out) = (of_layers()?, of_layers()?);
+    let scratch = arena.alloc(Label::Workspace, moments[0].width().pow(2))?;
     let at_once = match settings.inner {
         Some(inner) => at_once(settings, (config, inner), options.limit_bytes - arena.usage().live_bytes, cpu)?,
         None => 0,
     };
-    let log = Log::open(folder, progress.step)?;
+    let kept = settings.inner.map(|_| Samples::new(folder, [layers, heads, config.hidden], seed));
     let teacher = Recall { model: &model, repeat: &repeat, how, dtype: settings.dtype, cpu, arena: &arena };
-    for number in HELD_OUT..HELD_OUT + JUDGED {
-        let tokens = source.drawn(number, [1, length]);
-        add(&teacher, (number, &tokens), &mut held_out, kept.as_ref(), &mut scratch)?;
-    }
-    let mut judged = Vec::new();
-    let end = options.stop_after.unwrap_or(usize::MAX).min(steps);
-    while progress.step < end {
-        let began = Instant::now();
-        let number = progress.sequences;
-        let tokens = source.drawn(number, [1, length]);
-        add(&teacher, (number, &tokens), &mut moments, kept.as_ref(), &mut scratch)?;
-        progress.add(1, length, began);
-        let Progress { step, tokens, seconds, .. } = progress;
-        log.tell(watch, Line::Repeated { step, tokens, seconds, tokens_per_second: tokens as f64 / seconds })?;
-        if step.is_multiple_of(SAVE_STEPS) || step == end {
-            let fitted = fit(&moments, heads, cpu, &arena)?;
-            judged = explained(&held_out, heads, &fitted);
-            write_gates(&model, &Fitted::Linear(&fitted), &judged, &progress, &folder.join(POLICY))?;
-            let learned = mean(&explained(&moments, heads, &fitted));
-            log.tell(watch, Line::Fitted { step, explained: learned, held_out: mean(&judged), inner: 0 })?;
-            checkpoint::save(folder, &digest, &progress, lens, &mut |array, take| match array {
-                Array::Weights => moments.iter_mut().try_for_each(|moments| take(bytemuck::cast_slice(moments.sums()))),
-                _ => Ok(()),
-            })?;
-        }
-    }
-    if judged.is_empty() {
-        judged = explained(&held_out, heads, &fit(&moments, heads, cpu, &arena)?);
-    }
-    let of_linear = mean(&judged);
-    let mut parameters = config.layers * heads * (config.hidden + 1);
+    let mut kvzap = Kvzap { teacher, source, length, folder, moments, held_out, kept, scratch };
+    let Some(progress) = run.steps(&mut kvzap, steps, watch)? else {
+        // A run that was killed behind its record may have left them.
+        kvzap.kept.iter().filter(|_| options.end(steps) == steps).for_each(Samples::remove);
+        return Ok(());
+    };
     let is_last = progress.step == steps;
-    if let (Some(kept), Some(inner), true) = (&kept, settings.inner, is_last) {
-        let (fitted, [learned, held_out]) = fit_mlps(kept, settings, (config.layers, inner, at_once), cpu, &arena)?;
+    let mut judged = explained(&kvzap.held_out, heads, &kvzap.fit()?);
+    let of_linear = mean(&judged);
+    let mut parameters = layers * heads * (config.hidden + 1);
+    if let (Some(kept), Some(inner), true) = (&kvzap.kept, settings.inner, is_last) {
+        let (fitted, [learned, held_out]) = fit_mlps(kept, settings, (layers, inner, at_once), cpu, &arena)?;
         write_gates(&model, &Fitted::Mlp(&fitted), &held_out, &progress, &folder.join(POLICY))?;
         let line = Line::Fitted { step: steps, explained: mean(&learned), held_out: mean(&held_out), inner };
-        log.tell(watch, line)?;
+        Log::open(folder, steps)?.tell(watch, line)?;
         judged = held_out;
-        parameters = config.layers * (inner * (config.hidden + 1) + heads * (inner + 1));
+        parameters = layers * (inner * (config.hidden + 1) + heads * (inner + 1));
     }
     let record = json!({
         "method": "kvzap",
@@ -275,18 +210,81 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "teacher": TEACHER,
         "ridge": RIDGE,
         "parameters": parameters,
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "seconds": progress.seconds,
         "held_out_explained": mean(&judged),
         "held_out_explained_linear": of_linear,
         "held_out_explained_by_layer": judged.chunks(heads).map(mean).collect::<Vec<_>>(),
-        "peak_bytes": arena.usage().peak,
-        "environment": options.environment,
     });
-    export::text(folder, RECORD, &format!("{record:#}\n"))?;
-    kept.iter().filter(|_| is_last).for_each(Samples::remove);
+    run.record(&progress, &arena.usage().peak, record)?;
+    kvzap.kept.iter().filter(|_| is_last).for_each(Samples::remove);
     Ok(())
+}
+
+impl Kvzap<'_> {
+    /// Reads sequence `number`, has it repeated, and adds its tokens to the moments of each layer, and some to the samples that are
+    /// kept.
+    fn add(&mut self, number: u64) -> Result<(), TrainError> {
+        let Recall { model, cpu, arena, .. } = self.teacher;
+        let config = &model.config;
+        let tokens = self.source.drawn(number, [1, self.length]);
+        let held = |_| Ok(Mutex::new((arena.alloc(Label::Activations, tokens.len() * config.hidden)?, 0)));
+        let states = States((0..config.layers).map(held).collect::<Result<_, ArenaError>>()?);
+        let heard = self.teacher.scores(&tokens, Some(&states))?;
+        let unlocked = |one: Mutex<(Buffer<f32>, usize)>| one.into_inner().unwrap_or_else(PoisonError::into_inner).0;
+        let hidden: Vec<Buffer<f32>> = states.0.into_iter().map(unlocked).collect();
+        let scores = heard.chunks_exact(config.kv_heads * tokens.len());
+        let of_layers: Vec<(&[f32], &[f32])> = hidden.iter().map(|hidden| &**hidden).zip(scores).collect();
+        let moments = if number < HELD_OUT { &mut self.moments } else { &mut self.held_out };
+        for (moments, (hidden, scores)) in moments.iter_mut().zip(&of_layers) {
+            let rows = samples(hidden, scores, tokens.len());
+            cpu.install(|| moments.add(&rows, &mut self.scratch, cpu.threads()));
+        }
+        self.kept.as_ref().map_or(Ok(()), |kept| kept.keep(number, &of_layers))
+    }
+
+    /// The function of each KV head of each layer that fits best, layer after layer.
+    fn fit(&self) -> Result<Vec<Linear>, TrainError> {
+        let Recall { model, cpu, arena, .. } = self.teacher;
+        let heads = model.config.kv_heads;
+        let of_head = |index: usize| self.moments[index / heads].fit(index % heads, RIDGE, arena);
+        let all = 0..self.moments.len() * heads;
+        let fitted = cpu.install(|| all.into_par_iter().map(of_head).collect::<Result<Vec<_>, ArenaError>>())?;
+        fitted.into_iter().collect::<Option<_>>().ok_or_else(|| misfit("no token was looked at in some layer".into()))
+    }
+}
+
+impl Method for Kvzap<'_> {
+    const LOG_STEPS: usize = 1;
+    const SAVE_STEPS: usize = 20;
+
+    /// Sums of doubles are written as twice as many numbers of half the width, bit for bit.
+    fn arrays(&mut self, array: Array) -> Vec<&mut [f32]> {
+        let all = if array == Array::Weights { &mut self.moments[..] } else { &mut [] };
+        all.iter_mut().map(|moments| bytemuck::cast_slice_mut(moments.sums())).collect()
+    }
+
+    fn begin(&mut self, _progress: &Progress, _tell: Tell<'_>) -> Result<(), TrainError> {
+        (HELD_OUT..HELD_OUT + JUDGED).try_for_each(|number| self.add(number))
+    }
+
+    /// One sequence more: there is no loss before all is fitted.
+    fn step(&mut self, progress: &Progress) -> Result<Step, TrainError> {
+        self.add(progress.sequences)?;
+        Ok(Step { sequences: 1, tokens: self.length, ..Step::default() })
+    }
+
+    fn log(&mut self, progress: &Progress, _since: &Since, tell: Tell<'_>) -> Result<(), TrainError> {
+        let Progress { step, tokens, seconds, .. } = *progress;
+        tell(Line::Repeated { step, tokens, seconds, tokens_per_second: tokens as f64 / seconds })
+    }
+
+    fn save(&mut self, progress: &Progress, tell: Tell<'_>) -> Result<(), TrainError> {
+        let model = self.teacher.model;
+        let (heads, fitted) = (model.config.kv_heads, self.fit()?);
+        let judged = explained(&self.held_out, heads, &fitted);
+        write_gates(model, &Fitted::Linear(&fitted), &judged, progress, &self.folder.join(POLICY))?;
+        let learned = mean(&explained(&self.moments, heads, &fitted));
+        tell(Line::Fitted { step: progress.step, explained: learned, held_out: mean(&judged), inner: 0 })
+    }
 }
 
 /// How many layers with an inner layer can be fitted at once in so much memory, at most one for each thread.

@@ -11,15 +11,14 @@ mod fit;
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{self, Progress};
-use super::error::LOSS;
-use super::export;
+use super::checkpoint::{Array, Progress};
 use super::fine_tuned::{FineTuned, fine_tune};
 use super::holder::Whole;
-use super::log::{Line, Log};
+use super::log::Line;
 use super::loss::Target;
+use super::method::{Method, Run, Since, Step, Tell};
 use super::readout::Readout;
-use super::run::{Options, RECORD, TrainError};
+use super::run::{Options, TrainError};
 use super::weights::Frozen;
 use super::{Batch, Network, Parameters};
 use crate::device::Cpu;
@@ -28,15 +27,14 @@ use crate::editing::{
     TRAINED, widths,
 };
 use crate::memory::{Arena, Label, LabelBytes};
-use crate::model::{Config, Model, Text, locate};
+use crate::model::{Config, Model, Text, fingerprint, locate};
 use crate::tensor::DType;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::path::PathBuf;
-use std::time::Instant;
+use std::path::{Path, PathBuf};
 
 /// Name of the trained maps in a run's folder.
 pub const MAPS: &str = "maps.safetensors";
@@ -44,9 +42,6 @@ pub const MAPS: &str = "maps.safetensors";
 const TUNED_IN: usize = 16;
 /// Facts whose encodings steps draw from.
 const POOL: usize = 2048;
-/// Steps from one line of the log to the next, and from one checkpoint and look at held-out facts to the next.
-const LOG_STEPS: usize = 5;
-const SAVE_STEPS: usize = 50;
 /// Standard deviation of the noise on a value, and the least part that a read shrinks it to.
 const NOISE: f64 = 0.2;
 const SHRUNK: f64 = 0.7;
@@ -127,6 +122,22 @@ struct Pool {
     tokens: Vec<u32>,
 }
 
+/// A read-out that is trained through a frozen model.
+struct Larimar<'a> {
+    settings: &'a Settings,
+    cpu: &'a Cpu,
+    folder: &'a Path,
+    encoder: &'a Encoder<'a>,
+    pool: Pool,
+    /// Tokens of a question with its placeholders.
+    len: usize,
+    maps: Maps,
+    weights: Frozen,
+    network: Network<'a>,
+    adamw: AdamW,
+    optimizer: Constants,
+}
+
 /// Trains maps. Tells `watch` each line as it is logged, and gives what the edited model answers at the end.
 ///
 /// # Errors
@@ -139,100 +150,35 @@ pub fn run(
 ) -> Result<Option<(Found, FineTuned)>, TrainError> {
     let misfit = |reason| TrainError::Misfit { name: "larimar".into(), reason };
     settings.check().map_err(misfit)?;
-    let folder = options.out.as_path();
     let located = locate(&settings.model)?;
-    checkpoint::check(options, Some(&located))?;
+    let base = fingerprint(&located)?;
+    let run = Run::begin(options, &located, &(settings, &base))?;
     let (arena, text) = (Arena::with_limit(options.limit_bytes), Text::open(&located)?);
     let model = Model::open(&located, &arena)?;
-    let config = model.config.clone();
     let seed = settings.seed.wrapping_mul(1 << 20);
     let mut encoder = Encoder::new(&model, &text, 0, cpu, &arena)?;
-    let mut maps = fit::fit(&encoder, seed, &arena)?;
+    let maps = fit::fit(&encoder, seed, &arena)?;
     encoder.layer = maps.layer;
     let pool = pool(&encoder, &maps, seed + 3)?;
     let len = length(&encoder)?;
 
-    let base = model.fingerprint.clone();
-    let parameters = Parameters::all_frozen(&config, settings.weights);
+    let parameters = Parameters::all_frozen(&model.config, settings.weights);
     let extents = Extents { parameters: &parameters, batch: settings.batch, len, skipped: 0 };
     let of_training = Arena::with_limit(options.limit_bytes);
     let bytes = |mode| bytes(&extents, mode, cpu.threads()).into_values().sum();
     let recompute = Recompute::within(options.limit_bytes, bytes);
-    std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = checkpoint::digest(&(settings, &base));
     let weights = Frozen::open(&located, &parameters, &of_training)?;
-    let readout = Readout::new(&of_training, &extents, shape(&config), cpu.threads(), settings.seed)?;
-    let mut adamw = AdamW::new(&of_training, readout.weights.len())?;
-    let mut network = Network::new(&of_training, cpu, extents, recompute)?.with_readout(readout);
-    let mut progress = Progress::default();
-    if options.resume {
-        let readout = network.readout();
-        progress = checkpoint::load(folder, &digest, [readout.weights.len(); 3], &mut |array, values| {
-            let AdamW { mean, square } = &mut adamw;
-            [&mut readout.weights, mean, square][array as usize].copy_from_slice(values);
-            Ok(())
-        })?;
-    }
-    let log = Log::open(folder, progress.step)?;
-    let optimizer = settings.optimizer();
-    let end = options.stop_after.unwrap_or(usize::MAX).min(settings.steps);
-    let (mut loss, mut since, mut seconds) = (0.0, 0, 0.0);
-    if checkpoint::is_done(folder, &progress, end) {
+    let readout = Readout::new(&of_training, &extents, shape(&model.config), cpu.threads(), settings.seed)?;
+    let adamw = AdamW::new(&of_training, readout.weights.len())?;
+    let network = Network::new(&of_training, cpu, extents, recompute)?.with_readout(readout);
+    let (folder, optimizer, encoder) = (run.folder(), settings.optimizer(), &encoder);
+    let mut larimar = Larimar { settings, cpu, folder, encoder, pool, len, maps, weights, network, adamw, optimizer };
+    let Some(progress) = run.steps(&mut larimar, settings.steps, watch)?.filter(|at| at.step == settings.steps) else {
         return Ok(None);
-    }
-    while progress.step < end {
-        let (step, began) = (progress.step, Instant::now());
-        let batch = draw(&encoder, &pool, settings, step as u64, len, network.readout())?;
-        network.readout().gradient.fill(0.0);
-        let found = network.step_of(&mut Whole { weights: weights.all(), gradients: &mut [] }, &batch)?;
-        TrainError::diverged(LOSS, step, found)?;
-        let rate = optimizer.rate(step, settings.steps);
-        let Readout { weights: trained, gradient, parameters, .. } = network.readout();
-        let gradient_norm = adamw.update(cpu, &optimizer, parameters, (step, rate), trained, gradient);
-        let elapsed = progress.add(settings.batch, batch.tokens.len(), began);
-        (loss, since, seconds) = (loss + found, since + 1, seconds + elapsed);
-        let done = progress.step;
-        if done.is_multiple_of(LOG_STEPS) || done == end {
-            log.tell(
-                watch,
-                Line::Step {
-                    step: done,
-                    length_tokens: len,
-                    loss: loss / f64::from(since),
-                    rate,
-                    gradient_norm,
-                    tokens: progress.tokens,
-                    seconds: progress.seconds,
-                    tokens_per_second: f64::from(since) * batch.tokens.len() as f64 / seconds,
-                    gflop_per_second: f64::from(since) * network.extents().step_flop(batch.targets.len())
-                        / seconds
-                        / 1e9,
-                },
-            )?;
-            (loss, since, seconds) = (0.0, 0, 0.0);
-        }
-        if done.is_multiple_of(SAVE_STEPS) || done == end {
-            let readout = network.readout();
-            let (weight, bias) = readout.weights.split_at(readout.parameters[1].range.start);
-            maps.readout = [weight.to_vec(), bias.to_vec()];
-            maps.save(&folder.join(MAPS))?;
-            // Last: a run that is killed before it writes all of this again.
-            checkpoint::save(folder, &digest, &progress, [readout.weights.len(); 3], &mut |array, take| {
-                take([&readout.weights, &adamw.mean, &adamw.square][array as usize])
-            })?;
-        }
-    }
-    if progress.step < settings.steps {
-        return Ok(None);
-    }
-    let (weight, bias) = {
-        let readout = network.readout();
-        readout.weights.split_at(readout.parameters[1].range.start)
     };
-    maps.readout = [weight.to_vec(), bias.to_vec()];
-    let found = Found::of(&encoder, &maps, settings.episodes, options.limit_bytes)?;
-    let statements = tuned_in(&encoder)?;
-    let fine_tuned = fine_tune((&weights, &parameters), &statements, cpu, options.limit_bytes)?;
+    let Larimar { maps, weights, .. } = larimar.read_out();
+    let found = Found::of(encoder, maps, settings.episodes, options.limit_bytes)?;
+    let fine_tuned = fine_tune((weights, &parameters), &tuned_in(encoder)?, cpu, options.limit_bytes)?;
     let record = json!({
         "method": "larimar",
         "settings": settings,
@@ -242,16 +188,58 @@ pub fn run(
         "prefix_tokens": PREFIX,
         "trained_parameters": maps.readout.iter().map(Vec::len).sum::<usize>(),
         "recompute": recompute,
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "seconds": progress.seconds,
         "answers": found,
         "fine_tuned": fine_tuned,
-        "peak_bytes": of_training.usage().peak,
-        "environment": options.environment,
     });
-    export::text(folder, RECORD, &format!("{record:#}\n"))?;
+    run.record(&progress, &of_training.usage().peak, record)?;
     Ok(Some((found, fine_tuned)))
+}
+
+impl Larimar<'_> {
+    /// With the read-out among the maps.
+    fn read_out(&mut self) -> &mut Self {
+        let readout = self.network.readout();
+        let (weight, bias) = readout.weights.split_at(readout.parameters[1].range.start);
+        self.maps.readout = [weight.to_vec(), bias.to_vec()];
+        self
+    }
+}
+
+impl Method for Larimar<'_> {
+    const SAVE_STEPS: usize = 50;
+
+    fn arrays(&mut self, array: Array) -> Vec<&mut [f32]> {
+        let AdamW { mean, square } = &mut self.adamw;
+        let weights = &mut self.network.readout().weights;
+        vec![match array {
+            Array::Weights => weights,
+            Array::Mean => mean,
+            Array::Square => square,
+        }]
+    }
+
+    fn step(&mut self, progress: &Progress) -> Result<Step, TrainError> {
+        let (settings, step) = (self.settings, progress.step);
+        let batch = draw(self.encoder, &self.pool, settings, step as u64, self.len, self.network.readout())?;
+        self.network.readout().gradient.fill(0.0);
+        let mut whole = Whole { weights: self.weights.all(), gradients: &mut [] };
+        let loss = self.network.step_of(&mut whole, &batch)?;
+        let rate = self.optimizer.rate(step, settings.steps);
+        let Readout { weights: trained, gradient, parameters, .. } = self.network.readout();
+        let gradient_norm = self.adamw.update(self.cpu, &self.optimizer, parameters, (step, rate), trained, gradient);
+        Ok(Step { sequences: settings.batch, tokens: batch.tokens.len(), loss, gradient_norm, rate })
+    }
+
+    fn log(&mut self, progress: &Progress, since: &Since, tell: Tell<'_>) -> Result<(), TrainError> {
+        // A question has one answer of one token.
+        let flop = since.steps as f64 * self.network.extents().step_flop(self.settings.batch);
+        tell(since.line(progress, self.len, flop))
+    }
+
+    fn save(&mut self, _progress: &Progress, _tell: Tell<'_>) -> Result<(), TrainError> {
+        let Larimar { maps, folder, .. } = self.read_out();
+        Ok(maps.save(&folder.join(MAPS))?)
+    }
 }
 
 /// What the model answers with the maps, and without.

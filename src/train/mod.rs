@@ -32,6 +32,7 @@ mod linear;
 pub mod log;
 pub mod lora;
 pub mod loss;
+mod method;
 mod mlp;
 pub mod network;
 mod norm;

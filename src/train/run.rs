@@ -52,6 +52,13 @@ pub struct Options {
     pub environment: Value,
 }
 
+impl Options {
+    /// The step that a run of `steps` ends behind.
+    pub(super) fn end(&self, steps: usize) -> usize {
+        self.stop_after.unwrap_or(usize::MAX).min(steps)
+    }
+}
+
 /// Trains a model, on each of its ranks. Tells `watch` each line as it is logged, which rank 0 does.
 ///
 /// # Errors
@@ -74,7 +81,7 @@ pub fn run(
     data.check(&recipe.evaluation, recipe.stages.iter().map(|stage| stage.length).max().unwrap_or(0))?;
     let arena = Arena::with_limit(options.limit_bytes);
     let mut trainer = Trainer::new(recipe, (place, &groups), &arena, [&whole, &parameters], &start, &data, options)?;
-    let end = options.stop_after.unwrap_or(usize::MAX).min(recipe.steps());
+    let end = options.end(recipe.steps());
     // Nothing is to be added to a run that is done.
     while trainer.progress.step < end {
         trainer.stage(end, options, watch)?;

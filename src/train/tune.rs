@@ -8,14 +8,14 @@
 
 use super::activations::{Extents, Recompute};
 use super::adamw::Constants;
-use super::checkpoint::{self, Progress};
-use super::error::{GRADIENT_NORM, HELD_OUT_LOSS, LOSS};
-use super::export;
-use super::log::{self, Line, Log};
+use super::checkpoint::{self, Array, Progress};
+use super::error::HELD_OUT_LOSS;
+use super::log::{self, Line};
 use super::lora::Asked;
 use super::loss::Target;
+use super::method::{self, Run, Since, Step, Tell};
 use super::optimizer::Kind;
-use super::run::{Options, RECORD, TrainError};
+use super::run::{Options, TrainError};
 use super::text::TextSource;
 use super::tuned::{Plan, Tuned};
 use super::vocabulary::Vocabulary;
@@ -26,12 +26,8 @@ use crate::model::{Config, fingerprint, locate};
 use crate::tensor::DType;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::path::PathBuf;
-use std::time::Instant;
+use std::path::{Path, PathBuf};
 
-/// Steps from one line of the log to the next, and from one checkpoint and look at held-out text to the next.
-const LOG_STEPS: usize = 5;
-const SAVE_STEPS: usize = 25;
 /// Most pieces of held-out text that are judged.
 const JUDGED: usize = 8;
 
@@ -118,11 +114,6 @@ impl Settings {
             clip: 1.0,
         }
     }
-
-    /// Sequences of a step.
-    fn sequences(&self) -> usize {
-        self.batch * self.accumulate
-    }
 }
 
 /// Sequences `[B, len]` of which every next token is judged, with `weight` each; of the first `real` ones.
@@ -132,31 +123,17 @@ fn batch(tokens: Vec<u32>, len: usize, real: usize, weight: f32) -> Batch {
     Batch { tokens, targets }
 }
 
-/// Mean negative log-likelihood of the pieces of held-out text, nats a token.
-fn judge(
-    settings: &Settings,
-    text: &TextSource<'_>,
-    network: &mut Network<'_>,
-    tuned: &mut Tuned,
-) -> Result<f64, TrainError> {
-    let Settings { batch: at_once, length: len, .. } = *settings;
-    let pieces = text.pieces(len).min(JUDGED);
-    let weight = 1.0 / (pieces * (len - 1)) as f32;
-    let mut loss = 0.0;
-    for first in (0..pieces).step_by(at_once) {
-        let tokens = (first..first + at_once).flat_map(|index| text.piece(index.min(pieces - 1), len)).collect();
-        let batch = batch(tokens, len, at_once.min(pieces - first), weight);
-        loss += network.judge_of(&mut tuned.holder(), &batch, |_, _, _| ())?;
-    }
-    Ok(loss)
-}
-
-/// What was added up since the last line of the log.
-#[derive(Default)]
-struct Since {
-    steps: usize,
-    loss: f64,
-    seconds: f64,
+/// A model that is fine-tuned.
+struct Tune<'a> {
+    settings: &'a Settings,
+    cpu: &'a Cpu,
+    base: &'a str,
+    folder: &'a Path,
+    text: TextSource<'a>,
+    plan: &'a Plan,
+    tuned: Tuned<'a>,
+    network: Network<'a>,
+    constants: Constants,
 }
 
 /// Fine-tunes. Tells `watch` each line as it is logged.
@@ -170,17 +147,14 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     settings.check(&config).map_err(misfit)?;
     let base = fingerprint(&model)?;
     let vocabulary = Vocabulary::of_folder(&model, &config)?;
-    let Settings { length: len, batch: at_once, steps, .. } = *settings;
+    let Settings { length: len, batch, .. } = *settings;
     let text = TextSource::open(&settings.text, &vocabulary, len, settings.seed).map_err(misfit)?;
     let arena = Arena::with_limit(options.limit_bytes);
     let plan = Plan::new(settings, &config, &model).map_err(misfit)?;
-    let folder = options.out.as_path();
-    checkpoint::check(options, Some(&model))?;
-    std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-    let digest = checkpoint::digest(&(settings, &base, checkpoint::of_text(Some(&settings.text))));
+    let run = Run::begin(options, &model, &(settings, &base, checkpoint::of_text(Some(&settings.text))))?;
 
-    let extents = Extents { parameters: &plan.parameters, batch: at_once, len, skipped: 0 };
-    let mut tuned = Tuned::open(&plan, &arena, cpu)?;
+    let extents = Extents { parameters: &plan.parameters, batch, len, skipped: 0 };
+    let tuned = Tuned::open(&plan, &arena, cpu)?;
     let bytes = |mode| plan.bytes(&extents, mode, cpu.threads(), tuned.packed_bytes()).into_values().sum();
     let recompute = settings.recompute.unwrap_or_else(|| Recompute::within(options.limit_bytes, bytes));
     let predicted = plan.bytes(&extents, recompute, cpu.threads(), tuned.packed_bytes());
@@ -188,72 +162,10 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     if let Some(adapters) = plan.adapters(&arena, &extents, settings.seed)? {
         network = network.with_adapters(adapters);
     }
-    let mut progress = Progress::default();
-    if options.resume {
-        let lens = tuned.lens(&mut network);
-        progress = checkpoint::load(folder, &digest, lens, &mut |array, values| {
-            tuned.array(&mut network, array).copy_from_slice(values);
-            Ok(())
-        })?;
-        tuned.refresh(cpu);
-    }
-    let log = Log::open(folder, progress.step)?;
-    let held_out = |step, loss: f64| Line::HeldOut { step, loss, perplexity: loss.exp() };
-    if progress.step == 0 {
-        log.tell(watch, held_out(0, judge(settings, &text, &mut network, &mut tuned)?))?;
-    }
-    let (constants, mut since) = (settings.constants(), Since::default());
-    let (sequences, end) = (settings.sequences(), options.stop_after.unwrap_or(usize::MAX).min(steps));
-    let weight = 1.0 / (sequences * (len - 1)) as f32;
-    if checkpoint::is_done(folder, &progress, end) {
-        return Ok(());
-    }
-    while progress.step < end {
-        let (step, began) = (progress.step, Instant::now());
-        tuned.begin(&mut network);
-        let mut loss = 0.0;
-        for part in 0..settings.accumulate {
-            let first = progress.sequences + (part * at_once) as u64;
-            let batch = batch(text.drawn(first, [at_once, len]), len, at_once, weight);
-            loss += network.step_of(&mut tuned.holder(), &batch)?;
-        }
-        TrainError::diverged(LOSS, step, loss)?;
-        let rate = constants.rate(step, steps);
-        let gradient_norm = tuned.update(cpu, &constants, (step, rate), &mut network);
-        TrainError::diverged(GRADIENT_NORM, step, gradient_norm)?;
-        let seconds = progress.add(sequences, sequences * len, began);
-        since = Since { steps: since.steps + 1, loss: since.loss + loss, seconds: since.seconds + seconds };
-        let done = progress.step;
-        if done.is_multiple_of(LOG_STEPS) || done == end {
-            let flop = (since.steps * settings.accumulate) as f64 * extents.step_flop(at_once * (len - 1));
-            log.tell(
-                watch,
-                Line::Step {
-                    step: done,
-                    length_tokens: len,
-                    loss: since.loss / since.steps as f64,
-                    rate,
-                    gradient_norm,
-                    tokens: progress.tokens,
-                    seconds: progress.seconds,
-                    tokens_per_second: (since.steps * sequences * len) as f64 / since.seconds,
-                    gflop_per_second: flop / since.seconds / 1e9,
-                },
-            )?;
-            since = Since::default();
-        }
-        if done.is_multiple_of(SAVE_STEPS) || done == end {
-            let loss = judge(settings, &text, &mut network, &mut tuned)?;
-            // What is no number is not written over what was one.
-            TrainError::diverged(HELD_OUT_LOSS, step, loss)?;
-            log.tell(watch, held_out(done, loss))?;
-            plan.export(folder, &settings.model, &base, &mut tuned, &mut network)?;
-            let lens = tuned.lens(&mut network);
-            checkpoint::save(folder, &digest, &progress, lens, &mut |array, take| {
-                take(tuned.array(&mut network, array))
-            })?;
-        }
-    }
+    let folder = run.folder();
+    let constants = settings.constants();
+    let mut tune = Tune { settings, cpu, base: &base, folder, text, plan: &plan, tuned, network, constants };
+    let Some(progress) = run.steps(&mut tune, settings.steps, watch)? else { return Ok(()) };
     let losses: Vec<f64> = log::read(folder)?
         .iter()
         .filter_map(|line| if let Line::HeldOut { loss, .. } = line { Some(*loss) } else { None })
@@ -265,15 +177,69 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "parameters": plan.parameters.count(),
         "trained_parameters": plan.trained_count(),
         "recompute": recompute,
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "seconds": progress.seconds,
         "tokens_per_second": progress.tokens as f64 / progress.seconds,
         "held_out_loss_before": losses.first(),
         "held_out_loss_after": losses.last(),
         "predicted_bytes": predicted,
-        "peak_bytes": arena.usage().peak,
-        "environment": options.environment,
     });
-    export::text(folder, RECORD, &format!("{record:#}\n"))
+    run.record(&progress, &arena.usage().peak, record)
+}
+
+impl Tune<'_> {
+    /// Mean negative log-likelihood of the pieces of held-out text, nats a token, logged.
+    fn judge(&mut self, step: usize, tell: Tell<'_>) -> Result<(), TrainError> {
+        let Settings { batch: at_once, length: len, .. } = *self.settings;
+        let pieces = self.text.pieces(len).min(JUDGED);
+        let weight = 1.0 / (pieces * (len - 1)) as f32;
+        let mut loss = 0.0;
+        for first in (0..pieces).step_by(at_once) {
+            let piece = |index: usize| self.text.piece(index.min(pieces - 1), len);
+            let tokens = (first..first + at_once).flat_map(piece).collect();
+            let batch = batch(tokens, len, at_once.min(pieces - first), weight);
+            loss += self.network.judge_of(&mut self.tuned.holder(), &batch, |_, _, _| ())?;
+        }
+        TrainError::diverged(HELD_OUT_LOSS, step.saturating_sub(1), loss)?;
+        tell(Line::HeldOut { step, loss, perplexity: loss.exp() })
+    }
+}
+
+impl method::Method for Tune<'_> {
+    fn arrays(&mut self, array: Array) -> Vec<&mut [f32]> {
+        vec![self.tuned.array(&mut self.network, array)]
+    }
+
+    fn begin(&mut self, progress: &Progress, tell: Tell<'_>) -> Result<(), TrainError> {
+        match progress.step {
+            0 => self.judge(0, tell),
+            _ => Ok(self.tuned.refresh(self.cpu)),
+        }
+    }
+
+    fn step(&mut self, progress: &Progress) -> Result<Step, TrainError> {
+        let Settings { batch: at_once, length: len, accumulate, steps, .. } = *self.settings;
+        let sequences = at_once * accumulate;
+        let weight = 1.0 / (sequences * (len - 1)) as f32;
+        self.tuned.begin(&mut self.network);
+        let mut loss = 0.0;
+        for part in 0..accumulate {
+            let first = progress.sequences + (part * at_once) as u64;
+            let batch = batch(self.text.drawn(first, [at_once, len]), len, at_once, weight);
+            loss += self.network.step_of(&mut self.tuned.holder(), &batch)?;
+        }
+        let rate = self.constants.rate(progress.step, steps);
+        let at = (progress.step, rate);
+        let gradient_norm = self.tuned.update(self.cpu, &self.constants, at, &mut self.network);
+        Ok(Step { sequences, tokens: sequences * len, loss, gradient_norm, rate })
+    }
+
+    fn log(&mut self, progress: &Progress, since: &Since, tell: Tell<'_>) -> Result<(), TrainError> {
+        let Settings { batch, length: len, accumulate, .. } = *self.settings;
+        let flop = (since.steps * accumulate) as f64 * self.network.extents().step_flop(batch * (len - 1));
+        tell(since.line(progress, len, flop))
+    }
+
+    fn save(&mut self, progress: &Progress, tell: Tell<'_>) -> Result<(), TrainError> {
+        self.judge(progress.step, tell)?;
+        self.plan.export(self.folder, &self.settings.model, self.base, &mut self.tuned, &mut self.network)
+    }
 }

@@ -258,9 +258,4 @@ impl<'a> Tuned<'a> {
             (Array::Square, _) => &mut self.optimizer.square,
         }
     }
-
-    /// Their lengths.
-    pub fn lens(&mut self, network: &mut Network<'_>) -> [usize; 3] {
-        Array::ALL.map(|array| self.array(network, array).len())
-    }
 }
