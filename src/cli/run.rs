@@ -79,8 +79,12 @@ fn parse_shard(text: &str) -> Result<(usize, usize), String> {
 }
 
 pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
+    let named = &args.experiments;
+    if let Some(at) = (1..named.len()).find(|&at| named[..at].contains(&named[at])) {
+        return Err(Failure::usage(format!("'{}' is named twice; name each experiment once", named[at].display())));
+    }
     let load = |path: &PathBuf| Ok((Spec::load(path)?, path.display().to_string(), args.repro(path)));
-    let specs = args.experiments.iter().map(load).collect::<Result<Vec<_>, Failure>>()?;
+    let specs = named.iter().map(load).collect::<Result<Vec<_>, Failure>>()?;
     let way = Way {
         registry,
         out: &args.out,

@@ -167,7 +167,10 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
             let unit = if is_scored { "points" } else { "nats" };
             format!(", {mean} {unit} (95% {low} to {high}, paired) before {}", named(1))
         });
-        format!("{} is the best of {}{}", named(0), budget.len(), next.unwrap_or_default())
+        match budget.len() {
+            1 => named(0),
+            several => format!("{} is the best of {several}{}", named(0), next.unwrap_or_default()),
+        }
     };
     let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
     let full = pools.iter().find(is_full).and_then(Pool::score).map(|full| ("full cache", full.mean));

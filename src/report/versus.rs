@@ -58,17 +58,19 @@ pub fn versus(a: &Run, b: &Run) -> Versus {
     let (gone, new) = (before.len() - pairs.len(), after.len() - pairs.len());
     let others = [(gone, "only in the first"), (new, "only in the second")];
     let others = others.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!(", {count} {what}"));
-    text.push_str(&format!("- {} cells in both{}\n", pairs.len(), others.collect::<String>()));
+    let cells = |count: usize| units::counted(count as u64, "cell");
+    text.push_str(&format!("- {} in both{}\n", cells(pairs.len()), others.collect::<String>()));
     let untimed = pairs.iter().filter(|(a, b)| same_machine && phases(a, b).is_some_and(|(a, b)| !are_enough(a, b)));
     match untimed.count() {
         0 => (),
         count => text.push_str(&format!(
-            "- times of {count} cells are of fewer than {LEAST_SAMPLES} samples: they are shown, and count for nothing\n"
+            "- times of {} are of fewer than {LEAST_SAMPLES} samples: they are shown, and count for nothing\n",
+            cells(count)
         )),
     }
     text.push_str(&match changed {
         0 => "\nNo cell changed beyond noise.\n".into(),
-        _ => format!("\n{}\n{changed} of {} cells changed (second / first).\n", table(&changes), pairs.len()),
+        _ => format!("\n{}\n{changed} of {} changed (second / first).\n", table(&changes), cells(pairs.len())),
     });
     Versus { text, common: pairs.len(), changed }
 }
