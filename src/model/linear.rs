@@ -4,15 +4,18 @@
 //! Threads take rows of `w`, so every element of `y` has one owner and the bits do not depend on their number. Layers that read the same
 //! rows of `x` are one parallel loop, because for a single token the time in which threads wait for each other counts.
 
+use super::config::Activation;
 use super::padded::PaddedRows;
 use super::weights::Matrix;
-use super::{Config, Setup};
+use super::{Config, Setup, mlp};
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
 use crate::device::simd::Isa;
 use crate::device::simd::integers::{Codes, Integers, Quad};
 use crate::device::simd::linear::{Columns, FEW, Few, Stripes};
-use crate::device::simd::panel::{PANEL, Panel, Rounded, Widen, padded_rows, panel_scratch, rounded_scratch, rounds};
+use crate::device::simd::panel::{
+    Finish, PANEL, Panel, Rounded, Widen, is_one_span, padded_rows, panel_scratch, rounded_scratch, rounds,
+};
 use crate::format::with_codec;
 use crate::memory::Buffer;
 use crate::tensor::{DType, Rows};
@@ -67,11 +70,42 @@ impl Linear {
         layers: [(&Linear, &mut [f32], usize); N],
         scratch: &mut [f32],
     ) {
-        if N > 1 && layers.iter().any(|(layer, ..)| layer.weight.order().is_some()) {
-            layers.into_iter().for_each(|(layer, y, stride)| layer.apply(cpu, x, rows, y, stride, scratch));
+        let asked = layers.map(|(layer, y, stride)| Asked { layer, y, stride, gates: None });
+        Self::all(cpu, x, rows, asked, scratch);
+    }
+
+    /// `y = activation(x gateᵀ + b) (x upᵀ + b)`. `room` holds `rows` rows for the second factor, where that cannot be taken in as it is
+    /// computed.
+    pub fn apply_gated(
+        cpu: &Cpu,
+        x: &PaddedRows,
+        rows: usize,
+        [gate, up]: [&Linear; 2],
+        activation: Activation,
+        (y, room): (&mut PaddedRows, &mut [f32]),
+        scratch: &mut [f32],
+    ) {
+        let (layers, stride, y) = ([gate, up], y.stride, &mut y.data[..]);
+        let are_panels = rows > FEW
+            && is_one_span(x.width)
+            && gate.may_round() == up.may_round()
+            && layers.iter().all(|layer| layer.weight.order().is_none())
+            && (x.as_integers(cpu, rows).is_none() || layers.iter().all(|layer| layer.codes().is_none()));
+        if are_panels {
+            let gates = Some((up, activation));
+            return Self::all(cpu, x, rows, [Asked { layer: gate, y, stride, gates }], scratch);
+        }
+        let width = up.weight.rows();
+        Self::apply_all(cpu, x, rows, [(gate, &mut *y, stride), (up, &mut *room, width)], scratch);
+        mlp::activate(cpu, activation, y, stride, &room[..rows * width], width);
+    }
+
+    fn all<const N: usize>(cpu: &Cpu, x: &PaddedRows, rows: usize, layers: [Asked<'_>; N], scratch: &mut [f32]) {
+        if N > 1 && layers.iter().any(|asked| asked.layer.weight.order().is_some()) {
+            layers.into_iter().for_each(|Asked { layer, y, stride, .. }| layer.apply(cpu, x, rows, y, stride, scratch));
             return;
         }
-        let (data, scratch) = match layers[0].0.weight.order() {
+        let (data, scratch) = match layers[0].layer.weight.order() {
             Some(order) => {
                 let (sorted, scratch) = scratch.split_at_mut(padded_rows(rows) * x.stride);
                 sort(cpu, order, x, rows, sorted);
@@ -82,7 +116,7 @@ impl Linear {
         let integers = x.as_integers(cpu, rows);
         let as_integers = |layer: &Linear| integers.zip(layer.codes());
         let is_rounded = |layer: &Linear| layer.may_round() && as_integers(layer).is_none();
-        let any_is = layers.iter().any(|(layer, ..)| is_rounded(layer));
+        let any_is = layers.iter().any(|asked| is_rounded(asked.layer));
         let (rounded, scratch) = match any_is && rows > FEW && x.rounds && rounds(cpu.isa()) {
             true => {
                 let (rounded, scratch) = scratch.split_at_mut(rounded_scratch(rows, x.width));
@@ -91,11 +125,11 @@ impl Linear {
             }
             false => (None, scratch),
         };
-        let products = layers.map(|(layer, y, stride)| {
+        let products = layers.map(|Asked { layer, y, stride, gates }| {
             assert_eq!(x.width, layer.weight.width(), "inner extents of a linear layer differ");
             let y = Stripes::new(y, stride, rows, layer.weight.rows());
             let (integers, rounded) = (as_integers(layer), rounded.filter(|_| is_rounded(layer)));
-            Product { layer, integers, x, data, rounded, rows, y, isa: cpu.isa() }
+            Product { layer, gates, integers, x, data, rounded, rows, y, isa: cpu.isa() }
         });
         let are_packed = rows > FEW && products.iter().any(|product| product.integers.is_none());
         let width: usize = products.iter().map(|product| product.width()).sum();
@@ -134,9 +168,21 @@ impl Linear {
     }
 }
 
+/// A layer, and where its outputs go.
+struct Asked<'a> {
+    layer: &'a Linear,
+    y: &'a mut [f32],
+    /// The distance of rows in it.
+    stride: usize,
+    /// A layer whose outputs are gated by those of this one, behind an activation; `y` gets what comes of it.
+    gates: Option<(&'a Linear, Activation)>,
+}
+
 /// A product on its way.
 struct Product<'a> {
     layer: &'a Linear,
+    /// See [`Asked::gates`].
+    gates: Option<(&'a Linear, Activation)>,
     /// Rows of `x` as whole numbers, where they are multiplied as such, and how those of `w` lie.
     integers: Option<(&'a [Quad], Codes)>,
     x: &'a PaddedRows,
@@ -155,9 +201,9 @@ impl Product<'_> {
     }
 
     /// Some columns of `x` rows, or of what takes their place, with those of `w`.
-    fn columns<'a, X>(&'a self, x: &'a [X], stride: usize, columns: Range<usize>) -> Columns<'a, X> {
-        let w = self.layer.weight.all().skip(columns.start).first(columns.len());
-        let bias = self.layer.bias.as_deref().map(|bias| &bias[columns.clone()]);
+    fn columns<'a, X>(&self, layer: &'a Linear, x: &'a [X], stride: usize, columns: Range<usize>) -> Columns<'a, X> {
+        let w = layer.weight.all().skip(columns.start).first(columns.len());
+        let bias = layer.bias.as_deref().map(|bias| &bias[columns.clone()]);
         Columns { x, stride, rows: self.rows, w, bias, first: columns.start }
     }
 
@@ -165,23 +211,35 @@ impl Product<'_> {
     fn part(&self, columns: Range<usize>, slots: &Slots<'_>) {
         let (format, isa, y) = (self.layer.weight.format(), self.isa, &self.y);
         if let Some((x, codes)) = self.integers {
-            let columns = self.columns(x, Quad::count(self.x.width), columns);
+            let columns = self.columns(self.layer, x, Quad::count(self.x.width), columns);
             return Integers { columns, codes, y }.run(isa);
         }
         if self.rows <= FEW {
-            let columns = self.columns(self.data, self.x.stride, columns);
+            let columns = self.columns(self.layer, self.data, self.x.stride, columns);
             return with_codec!(format, reader => isa.run(Few { columns, reader, y }));
         }
         for first in columns.clone().step_by(PANEL) {
-            let columns = self.columns(self.data, self.x.stride, first..columns.end.min(first + PANEL));
-            let rows = columns.w;
-            let widen = |columns: Range<usize>, dtype, to: &mut [u8]| {
-                with_codec!(format, reader => isa.run(Widen { rows, reader, columns, dtype, to }));
-            };
+            let columns = first..columns.end.min(first + PANEL);
             slots.with(|scratch| {
-                isa.run_bf16(Panel { columns, rounded: self.rounded, widen: &widen, scratch, y });
+                self.panel(self.layer, columns.clone(), None, scratch);
+                if let Some((gated, activation)) = self.gates {
+                    // What gates lies in the caches of this thread.
+                    let finish = |gate: &mut [f32], sums: &[f32]| mlp::row(isa, activation, gate, sums);
+                    self.panel(gated, columns, Some(&finish), scratch);
+                }
             });
         }
+    }
+
+    /// Computes at most [`PANEL`] columns of a layer, packed.
+    fn panel(&self, layer: &Linear, columns: Range<usize>, finish: Option<&Finish<'_>>, scratch: &mut [f32]) {
+        let (format, isa) = (layer.weight.format(), self.isa);
+        let columns = self.columns(layer, self.data, self.x.stride, columns);
+        let rows = columns.w;
+        let widen = |columns: Range<usize>, dtype, to: &mut [u8]| {
+            with_codec!(format, reader => isa.run(Widen { rows, reader, columns, dtype, to }));
+        };
+        isa.run_bf16(Panel { columns, rounded: self.rounded, widen: &widen, scratch, y: &self.y, finish });
     }
 }
 
@@ -219,4 +277,41 @@ pub(super) fn scratch(config: &Config, setup: &Setup<'_>, threads: usize) -> usi
     }
     let rounded = if setup.dtype == DType::F32 { 0 } else { rounded_scratch(rows, widest) };
     sorted + rounded + threads * panel_scratch(widest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Arena;
+    use crate::model::{BUILTIN, Model, locate};
+
+    /// Few rows, rows of one panel, and of several blocks: to the same bits as one after the other.
+    #[test]
+    fn a_gate_is_taken_in_as_its_product_is_computed() {
+        let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+        let model = Model::open(&locate(BUILTIN.as_ref()).unwrap(), &arena).unwrap();
+        let (config, block) = (&model.config, &model.weights.layers[0]);
+        let layers = [&block.gate, &block.up];
+        for dtype in [DType::F32, DType::Bf16] {
+            for rows in [1, FEW + 1, 101] {
+                let setup = Setup::of(rows, dtype);
+                let padded = |width| PaddedRows::new(&arena, rows, width, &setup).unwrap();
+                let (mut x, mut together) = (padded(config.hidden), padded(config.ffn));
+                x.data.iter_mut().enumerate().for_each(|(index, x)| *x = (index * 37 % 101) as f32 / 50.0 - 1.0);
+                let (mut gate, mut up) = (vec![0.0; rows * config.ffn], vec![0.0; rows * config.ffn]);
+                let mut scratch = vec![f32::NAN; scratch(config, &setup, cpu.threads())];
+                let into: [(_, &mut [f32], _); 2] =
+                    [(layers[0], &mut gate, config.ffn), (layers[1], &mut up, config.ffn)];
+                Linear::apply_all(&cpu, &x, rows, into, &mut scratch);
+                mlp::activate(&cpu, config.activation, &mut gate, config.ffn, &up, config.ffn);
+                up.fill(f32::NAN);
+                Linear::apply_gated(&cpu, &x, rows, layers, config.activation, (&mut together, &mut up), &mut scratch);
+                for (row, expected) in gate.chunks_exact(config.ffn).enumerate() {
+                    assert_eq!(together.row_mut(row), expected, "{dtype:?}: row {row} of {rows}");
+                }
+                let taken_in = up.iter().all(|x| x.is_nan());
+                assert_eq!(taken_in, rows > FEW, "{rows} rows");
+            }
+        }
+    }
 }

@@ -81,8 +81,15 @@ impl SimdBf16Op for Rounded<'_> {
     }
 }
 
+/// Whether sums over so many elements are whole when they are first written, so that they can be [`Finish`]ed.
+pub fn is_one_span(width: usize) -> bool {
+    width <= SPAN
+}
+
 /// Widens columns of coded rows to elements of a type, as a [`Widen`] does.
 pub type WidenColumns<'a> = dyn Fn(Range<usize>, DType, &mut [u8]) + 'a;
+/// What becomes of some columns of a row of `y` by their sums.
+pub type Finish<'a> = dyn Fn(&mut [f32], &[f32]) + 'a;
 
 /// At most [`PANEL`] columns of `y`, packed. `x` holds [`padded_rows`] rows.
 pub struct Panel<'a> {
@@ -96,6 +103,8 @@ pub struct Panel<'a> {
     pub scratch: &'a mut [f32],
     /// All of `y`.
     pub y: &'a Stripes<'a>,
+    /// Takes the sums while they are near, in place of their being written; of rows of [`is_one_span`].
+    pub finish: Option<&'a Finish<'a>>,
 }
 
 impl SimdBf16Op for Panel<'_> {
@@ -119,8 +128,12 @@ impl SimdBf16Op for Panel<'_> {
 impl Panel<'_> {
     #[inline(always)]
     fn over<S: Simd, U: Packed<S>>(self, simd: S, x: &[U], stride: usize) {
-        let Panel { columns: part, widen, scratch, y, .. } = self;
+        let Panel { columns: part, widen, scratch, y, finish, .. } = self;
         let (count, width) = (part.w.count(), part.w.width());
+        assert!(
+            finish.is_none() || is_one_span(width),
+            "sums of {width} elements are not whole when they are finished"
+        );
         assert!(count <= PANEL, "{count} rows of w");
         part.check(padded_rows(part.rows));
         let (widened, scratch) = scratch.split_at_mut(PANEL * DEPTH);
@@ -156,14 +169,16 @@ impl Panel<'_> {
                         false => product::<S, U, true>(simd, extents, x, w, sums, PANEL),
                     }
                 }
-                for (row, sums) in sums.chunks_exact(PANEL).take(rows).enumerate() {
+                for (row, sums) in sums.chunks_exact_mut(PANEL).take(rows).enumerate() {
                     // SAFETY: these columns are this task's alone, by the promise of `Columns::first`.
                     let to = unsafe { y.row(block + row, part.first..part.first + count) };
-                    match (first, part.bias) {
-                        (0, None) => to.copy_from_slice(&sums[..count]),
-                        (0, Some(bias)) => {
-                            to.iter_mut().zip(sums).zip(bias).for_each(|((to, sum), bias)| *to = *sum + bias);
-                        }
+                    let sums = &mut sums[..count];
+                    if let (0, Some(bias)) = (first, part.bias) {
+                        sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
+                    }
+                    match (first, finish) {
+                        (_, Some(finish)) => finish(to, sums),
+                        (0, None) => to.copy_from_slice(sums),
                         _ => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += *sum),
                     }
                 }
@@ -235,7 +250,7 @@ mod tests {
     }
 
     /// Products of `rows` rows of `x` with `count` rows of `w`, of `width` elements, beside their definition.
-    fn check(isa: Isa, dtype: DType, [rows, width, count]: [usize; 3], biased: bool) {
+    fn check(isa: Isa, dtype: DType, [rows, width, count]: [usize; 3], biased: bool, finished: bool) {
         let stride = width.next_multiple_of(16);
         let (mut x, mut w) = (vec![0.0; padded_rows(rows) * stride], vec![0; count * width * dtype.bytes()]);
         for (row, x) in x.chunks_exact_mut(stride).enumerate() {
@@ -264,6 +279,7 @@ mod tests {
             widen: &|_, _, _| unreachable!("plain elements"),
             scratch: &mut vec![f32::NAN; panel_scratch(width)],
             y: &Stripes::new(&mut y, y_stride, rows, y_stride),
+            finish: finished.then_some(&|to, sums| to.iter_mut().zip(sums).for_each(|(to, sum)| *to = 2.0 * sum)),
         });
         for (index, got) in y.iter().enumerate() {
             let (row, column) = (index / y_stride, index % y_stride);
@@ -272,7 +288,8 @@ mod tests {
                 continue;
             };
             let terms = x[row * stride..][..width].iter().zip(&numbers[column * width..]).map(|(x, w)| x * w);
-            let expected = terms.sum::<f32>() + if biased { bias[column] } else { 0.0 };
+            let sum = terms.sum::<f32>() + if biased { bias[column] } else { 0.0 };
+            let expected = if finished { 2.0 * sum } else { sum };
             assert_eq!(*got, expected, "{} {dtype:?}: ({row}, {column}) of {rows}, {width}, {count}", isa.name());
         }
     }
@@ -282,7 +299,10 @@ mod tests {
         for shape in [[9, 1, 1], [9, 16, 5], [50, 300, 128], [97, 47, 33], [48, 2 * SPAN, 32], [13, SPAN + 271, 70]] {
             for isa in Isa::available() {
                 for (dtype, biased) in [(DType::F32, false), (DType::Bf16, true), (DType::F16, true)] {
-                    check(isa, dtype, shape, biased);
+                    check(isa, dtype, shape, biased, false);
+                    if is_one_span(shape[1]) {
+                        check(isa, dtype, shape, biased, true);
+                    }
                 }
             }
         }

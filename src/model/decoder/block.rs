@@ -6,7 +6,7 @@ use crate::device::simd::loops::add_scaled;
 use crate::model::hook::Activation;
 use crate::model::linear::Linear;
 use crate::model::norm::SERIAL;
-use crate::model::{ModelError, mlp, rope};
+use crate::model::{ModelError, rope};
 use crate::tensor::{DType, TensorView};
 use rayon::prelude::*;
 
@@ -106,13 +106,9 @@ impl Decoder<'_> {
         if let Some(hook) = self.hook {
             (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInput, normed.row_mut(row)));
         }
-        let gate_stride = gate.stride;
         normed.round(cpu, rows, Linear::input_scale([&weights.gate, &weights.up]));
-        let projections: [(_, &mut [f32], _); 2] =
-            [(&weights.gate, &mut gate.data, gate_stride), (&weights.up, up, config.ffn)];
-        Linear::apply_all(cpu, normed, rows, projections, scratch);
-        let up = &up[..rows * config.ffn];
-        mlp::activate(cpu, config.activation, &mut gate.data, gate_stride, up, config.ffn);
+        let layers = [&weights.gate, &weights.up];
+        Linear::apply_gated(cpu, normed, rows, layers, config.activation, (gate, up), scratch);
         if let Some(hook) = self.hook {
             (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInner, gate.row_mut(row)));
         }
