@@ -1,5 +1,6 @@
 //! `name:key=value,key=value`: how kernels and policies are named on the command line and in experiment files.
 
+use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -14,14 +15,22 @@ pub struct Named {
 }
 
 /// What a parameter is, for help texts and for checking.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize)]
 pub struct Parameter {
     /// Its key.
     pub name: &'static str,
-    /// Its default, as text.
+    /// Its default, as text; empty where there is not one.
     pub default: &'static str,
     /// One line.
     pub about: &'static str,
+}
+
+impl fmt::Display for Parameter {
+    /// With its default, as it would be given.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Parameter { name, default, .. } = self;
+        if default.is_empty() { write!(formatter, "{name}") } else { write!(formatter, "{name}={default}") }
+    }
 }
 
 /// A name or parameter that means nothing.
@@ -148,6 +157,9 @@ impl fmt::Display for Named {
     }
 }
 
+/// Largest count of anything: sums and products of a few of them fit in their type.
+const MOST_COUNT: usize = 1 << 30;
+
 impl Named {
     /// The entry of a registry that has this name.
     ///
@@ -193,10 +205,11 @@ impl Named {
     /// When it is not a whole number or less than `least`.
     pub fn count(&self, key: &str, default: usize, least: usize) -> Result<usize, NamedError> {
         let Some(text) = self.text(key) else { return Ok(default) };
-        text.parse()
-            .ok()
-            .filter(|value| *value >= least)
-            .ok_or_else(|| self.wrong(key, format!("a whole number of at least {least}")))
+        match text.parse() {
+            Ok(value) if (least..=MOST_COUNT).contains(&value) => Ok(value),
+            Ok(value) if value > MOST_COUNT => Err(self.wrong(key, format!("a whole number of at most {MOST_COUNT}"))),
+            _ => Err(self.wrong(key, format!("a whole number of at least {least}"))),
+        }
     }
 
     /// As [`Named::count`], where there is a most too.

@@ -234,20 +234,11 @@ struct Row {
     /// The class of what scoring costs.
     #[serde(skip_serializing_if = "Option::is_none")]
     cost: Option<&'static str>,
-    parameters: Vec<ParameterRow>,
-}
-
-#[derive(Serialize)]
-struct ParameterRow {
-    name: &'static str,
-    default: &'static str,
-    about: &'static str,
+    parameters: Vec<Parameter>,
 }
 
 impl Row {
     fn new(name: &'static str, about: &str, parameters: &[Parameter]) -> Self {
-        let parameters =
-            parameters.iter().map(|&Parameter { name, default, about }| ParameterRow { name, default, about });
         Row {
             name,
             about: about.into(),
@@ -256,7 +247,7 @@ impl Row {
             paper: None,
             needs: None,
             cost: None,
-            parameters: parameters.collect(),
+            parameters: parameters.to_vec(),
         }
     }
 }
@@ -335,10 +326,9 @@ fn whole(row: &Row) -> String {
         row.needs.as_ref().map(|needs| format!("looks at {needs}")),
     ];
     facts.into_iter().flatten().for_each(|fact| text.push_str(&format!("  {fact}\n")));
-    let setting = |parameter: &ParameterRow| format!("{}={}", parameter.name, parameter.default);
-    let settings = row.parameters.iter().map(|parameter| setting(parameter).len()).max().unwrap_or(0);
+    let settings = row.parameters.iter().map(|parameter| parameter.to_string().len()).max().unwrap_or(0);
     for parameter in &row.parameters {
-        text.push_str(&format!("    {:settings$}  {}\n", setting(parameter), parameter.about));
+        text.push_str(&format!("    {:settings$}  {}\n", parameter.to_string(), parameter.about));
     }
     text
 }

@@ -24,8 +24,10 @@ pub struct Used {
 }
 
 impl Used {
-    fn of((path, hash): (&Path, &str)) -> Self {
-        Used { policy_file: path.into(), policy_file_hash: hash.into() }
+    /// The file of `policy`, of several that at `path` or the first.
+    fn of(policy: &Policy, path: Option<&Path>) -> Option<Self> {
+        let path = path.or(policy.parameters.files().first().copied())?;
+        Some(Used { policy_file: path.into(), policy_file_hash: policy.parameters.hash()? })
     }
 }
 
@@ -35,19 +37,18 @@ impl FileArg {
         let Some(path) = &self.policy_file else {
             let policy = registry.policy(text)?;
             policy.check_parameters(text, &[])?;
-            let used = policy.parameters.file().map(Used::of);
+            let used = Used::of(&policy, None);
             return Ok((policy, used));
         };
-        let file = PolicyFile::open(path)?;
-        let used = Used::of((path, file.hash()));
-        let policy = registry.clone().with_file(file).policy(text)?;
-        if policy.parameters.is_empty() {
+        let policy = registry.clone().with_file(PolicyFile::open(path)?).policy(text)?;
+        if !policy.parameters.files().contains(&&**path) {
             let shown = path.display();
             return Err(Failure::usage(format!(
                 "policy '{text}' reads no tensor of --policy-file '{shown}'; leave it out"
             )));
         }
-        Ok((policy, Some(used)))
+        let used = Used::of(&policy, Some(path));
+        Ok((policy, used))
     }
 
     /// The file with its option, for checks of what is read and written.

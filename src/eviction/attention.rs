@@ -17,7 +17,7 @@ pub fn attention_sums(call: &Forward<'_>, lse: &[f32], arena: &Arena) -> Result<
     Ok(sums)
 }
 
-/// Adds what [`received`] gave to the tokens of a cache. `list` gives the number in the cache of each list of the call,
+/// Adds what [`attention_sums`] gave to the tokens of a cache. `list` gives the number in the cache of each list of the call,
 /// whose longest has `kv_len` tokens.
 ///
 /// # Errors

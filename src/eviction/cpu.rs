@@ -141,19 +141,20 @@ impl Backend for CpuBackend<'_> {
         };
         let mut scored = plan.policy.score(&context)?.expect("a session's policy has a scorer");
         let score_ns = nanoseconds(start);
+        // Before anything changes them.
+        let tie_rate = if self.counts_ties { tie_rate(&context, &scored) } else { 0.0 };
         let start = Instant::now();
         let is_kept = |list, slot: &u32| view.kept.contains(&(context.positions)(list, *slot as usize));
         let kept = |list| (0..context.len(list) as u32).filter(|slot| is_kept(list, slot)).collect::<Vec<_>>();
         let kept: Vec<Vec<u32>> =
             if view.kept.is_empty() { Vec::new() } else { (0..context.lists()).map(kept).collect() };
-        kept.iter().enumerate().for_each(|(list, slots)| scored.lower(&context, list, slots));
+        scored.lower(&context, &kept);
         let mut selection = match rule {
             Rule::Budget => select(plan.policy, &context, &mut scored)?,
             Rule::Delayed { best_evicted } => select_leaving(&context, &scored, best_evicted)?,
         };
         kept.iter().enumerate().for_each(|(list, slots)| selection.add(list, slots));
         let select_ns = nanoseconds(start);
-        let tie_rate = if self.counts_ties { tie_rate(&context, &scored) } else { 0.0 };
         Ok(Chosen { best_evicted: selection.best_lost.clone(), selection, score_ns, select_ns, tie_rate })
     }
 

@@ -102,14 +102,14 @@ pub fn retain(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Aren
     let mut scored = match policy.score(&context)? {
         Some(scored) => scored,
         // Everything is protected, so nothing is scored and nothing ties.
-        None => Scored {
-            values: arena.alloc(Label::Policy, context.lists() * shape.kv_len)?,
-            highest_scored: f32::NEG_INFINITY,
-            protect: Protect::default(),
-        },
+        None => Scored::new(
+            arena.alloc(Label::Policy, context.lists() * shape.kv_len)?,
+            f32::NEG_INFINITY,
+            Protect::default(),
+        ),
     };
-    let selection = select(policy, &context, &mut scored)?;
     let tie_rate = tie_rate(&context, &scored);
+    let selection = select(policy, &context, &mut scored)?;
     Ok(Retained { scores: policy.scorer.is_some().then_some(scored.values), selection, accumulated, tie_rate })
 }
 

@@ -117,11 +117,11 @@ fn name_file(grid: &Grid, registry: &Registry, mut cells: Vec<Cell>) -> Result<V
     for cell in &mut cells {
         let policy = cell.policy.as_ref().map(|text| registry.policy(text)).transpose();
         let Some(policy) = policy.map_err(|error| error.to_string())? else { continue };
-        if let Some((path, hash)) = policy.parameters.file() {
-            cell.policy_file = Some(path.display().to_string());
-            cell.policy_file_hash = Some(hash.into());
-            is_read |= grid.policy_file.as_deref() == Some(path);
-        }
+        let files = policy.parameters.files();
+        let of_grid = grid.policy_file.as_deref().filter(|path| files.contains(path));
+        is_read |= of_grid.is_some();
+        cell.policy_file = of_grid.or(files.first().copied()).map(|path| path.display().to_string());
+        cell.policy_file_hash = policy.parameters.hash();
     }
     match &grid.policy_file {
         Some(path) if !is_read => {

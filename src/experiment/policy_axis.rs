@@ -31,11 +31,20 @@ impl Cell {
     pub fn build_policy(&self, registry: &Registry) -> Result<Option<Policy>, PolicyError> {
         let Some(text) = &self.policy else { return Ok(None) };
         let Some(path) = &self.policy_file else { return registry.policy(text).map(Some) };
-        let file = PolicyFile::open(Path::new(path))?;
-        if self.policy_file_hash.as_deref() != Some(file.hash()) {
-            return Err(PolicyError::File(format!("policy_file '{path}' has changed since the experiment was read")));
-        }
-        registry.clone().with_file(file).policy(text).map(Some)
+        let is_the_same = |policy: &Policy| policy.parameters.hash() == self.policy_file_hash;
+        // What the text names by itself may be a folder, and is no file for other policies.
+        let alone = registry.clone().without_file().policy(text).ok();
+        let names_it = alone.as_ref().is_some_and(|policy| policy.parameters.files().contains(&Path::new(path)));
+        let built = match alone.filter(is_the_same) {
+            Some(policy) => Some(policy),
+            None if names_it => None,
+            None => {
+                let registry = registry.clone().with_file(PolicyFile::open(Path::new(path))?);
+                Some(registry.policy(text)?).filter(is_the_same)
+            }
+        };
+        let changed = || PolicyError::File(format!("policy_file '{path}' has changed since the experiment was read"));
+        built.map(Some).ok_or_else(changed)
     }
 }
 

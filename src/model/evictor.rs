@@ -16,7 +16,7 @@ use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Claim};
 use crate::model::{Config, ModelError, Repeat};
 use crate::policy::sparse::{KvSelector, Lists};
-use crate::policy::{Axis, Budget, Decoding, Policy, PolicyError, Reconstruction, Schedule, Statistic};
+use crate::policy::{Averages, Axis, Budget, Decoding, Policy, PolicyError, Reconstruction, Schedule, Statistic};
 use crate::tensor::DType;
 use std::ops::Range;
 
@@ -88,6 +88,10 @@ impl Eviction<'_> {
             return refuse(
                 "it rotates keys to positions inside the cache, where this model's sliding windows mean nothing",
             );
+        }
+        let averages = self.policy.scorer.as_ref().map_or(Averages::Nothing, |scorer| scorer.averages());
+        if averages == Averages::Layers && config.check_even_windows().is_err() {
+            return refuse("it takes a mean over layers, and this model's have different windows; use layers=own");
         }
         match self.policy.layers.is_even() {
             true => Ok(()),

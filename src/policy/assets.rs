@@ -156,9 +156,26 @@ impl Parameters {
         self.missing
     }
 
-    /// The file that the first tensor was read from, and its hash.
-    pub fn file(&self) -> Option<(&Path, &str)> {
-        self.tensors.first().map(|read| (read.path.as_path(), read.hash.as_str()))
+    /// The files that tensors were read from, each once, in the order of their reading.
+    pub fn files(&self) -> Vec<&Path> {
+        let mut files: Vec<&Path> = Vec::new();
+        for read in &self.tensors {
+            if !files.contains(&&*read.path) {
+                files.push(&read.path);
+            }
+        }
+        files
+    }
+
+    /// What is known of the contents of these files: the hash of the one, or one of the hashes of several.
+    pub fn hash(&self) -> Option<String> {
+        let mut hashes: Vec<&str> = self.tensors.iter().map(|read| &*read.hash).collect();
+        hashes.dedup();
+        match &hashes[..] {
+            [] => None,
+            [one] => Some(one.to_string()),
+            several => Some(blake3::hash(several.concat().as_bytes()).to_hex().to_string()),
+        }
     }
 
     /// How long an axis is, where one of the tensors has it.

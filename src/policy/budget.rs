@@ -69,7 +69,10 @@ impl Budget {
     /// When nothing would stay.
     pub fn tokens(&self, context_tokens: usize, token_bytes: u64, lists: usize) -> Result<usize, BudgetError> {
         let tokens = match *self {
-            Budget::Fraction(fraction) => (fraction * context_tokens as f64).floor() as usize,
+            // 0.29 of 100 is 29, of which a product of binary numbers falls short.
+            Budget::Fraction(fraction) => {
+                (fraction * context_tokens as f64 * (1.0 + 4.0 * f64::EPSILON)).floor() as usize
+            }
             Budget::Tokens(tokens) => tokens,
             Budget::Bytes(bytes) => (bytes / (token_bytes * lists as u64)) as usize,
         };
@@ -117,6 +120,7 @@ mod tests {
         let cases = [
             ("0.25", 1000, 250),
             ("0.3", 10, 3),
+            ("0.29", 100, 29),
             ("1.0", 77, 77),
             ("512", 1000, 512),
             ("2k", 1000, 1000),

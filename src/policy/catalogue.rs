@@ -32,7 +32,7 @@ pub fn markdown(registry: &Registry) -> String {
     let _ = writeln!(text, "\n## Presets\n\n| name | is | | paper | runs with |\n|---|---|---|---|---|");
     for preset in PRESETS {
         let own = registry.preset_parameters(preset);
-        let own: Vec<String> = own.iter().map(|own| format!("`{}={}`", own.name, own.default)).collect();
+        let own: Vec<String> = own.iter().map(|own| format!("`{own}`")).collect();
         let (Preset { name, text: is, about, .. }, paper, own) = (preset, paper(preset.paper), own.join(" "));
         let _ = writeln!(text, "| `{name}` | `{is}` | {about} | {paper} | {own} |");
     }
@@ -50,7 +50,7 @@ fn paper(id: &str) -> String {
 }
 
 fn parameters(parameters: &[Parameter]) -> String {
-    let each = parameters.iter().map(|Parameter { name, default, about }| format!("`{name}={default}` {about}"));
+    let each = parameters.iter().map(|own| format!("`{own}` {}", own.about));
     each.collect::<Vec<_>>().join("<br>")
 }
 

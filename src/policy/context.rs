@@ -165,6 +165,12 @@ impl<'a> Context<'a> {
         self.layer_numbers.get(sequence).copied().unwrap_or(sequence / self.sequences())
     }
 
+    /// A list's number among those of all layers, whether these are scored together or one by one.
+    pub fn list_number(&self, list: usize) -> usize {
+        let (heads, sequence) = (self.call.shape.kv_heads, list / self.call.shape.kv_heads);
+        (self.layer_number(sequence) * self.sequences() + sequence % self.sequences()) * heads + list % heads
+    }
+
     /// Sequences of one layer: `B / layers`.
     pub fn sequences(&self) -> usize {
         self.call.shape.batch / self.layers

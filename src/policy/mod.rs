@@ -173,30 +173,58 @@ pub trait Scorer: Send + Sync {
     /// What it looks at besides positions.
     fn needs(&self) -> Vec<Statistic>;
 
+    /// The scorer whose scores it changes, for one that makes another of one. What it does not say otherwise is as of that.
+    fn inner(&self) -> Option<&dyn Scorer> {
+        None
+    }
+
+    /// Says why it means nothing, if so; asked once, when a policy is built.
+    ///
+    /// # Errors
+    /// In these cases.
+    fn check(&self) -> Result<(), &'static str> {
+        self.inner().map_or(Ok(()), |inner| inner.check())
+    }
+
+    /// Whether a token's score says the same in every eviction step, whatever else a list holds by then and whatever is asked: what
+    /// delayed eviction compares. That of a gate does, that of attention does not.
+    fn is_absolute(&self) -> bool {
+        self.inner().is_some_and(|inner| inner.is_absolute())
+    }
+
+    /// Lists over which it takes a mean of scores, slot by slot, so that they must hold the same tokens.
+    fn averages(&self) -> Averages {
+        self.inner().map_or(Averages::Nothing, |inner| inner.averages())
+    }
+
     /// Tokens that it never evicts, under a budget of so many tokens a head.
-    fn protect(&self, _budget_tokens: usize) -> Protect {
-        Protect::default()
+    fn protect(&self, budget_tokens: usize) -> Protect {
+        self.inner().map_or_else(Protect::default, |inner| inner.protect(budget_tokens))
     }
 
     /// How many of the latest queries it looks at in an eviction step between decode steps.
     fn recent_queries(&self) -> usize {
-        1
+        self.inner().map_or(1, |inner| inner.recent_queries())
     }
 
     /// Scratch bytes of [`Scorer::score`]: what it takes from the arena at most at one time. The shape is that of the
     /// [`Context`]'s call, or of its future's for a scorer that looks there.
-    fn scratch_bytes(&self, _shape: &Shape, _threads: usize) -> u64 {
-        0
+    fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
+        self.inner().map_or(0, |inner| inner.scratch_bytes(shape, threads))
     }
 
     /// What it gives a token once, as it arrives, for a scorer that looks at [`Statistic::HiddenStates`]: from the token's
     /// hidden state in a layer, `hidden` `[hidden]`, a number for each KV head, `gates` `[Hkv]`. The cache carries these
     /// with the token; [`Context::gates`] shows them to every eviction.
-    fn gate(&self, _layer: usize, _hidden: &[f32], _gates: &mut [f32]) {}
+    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
+        if let Some(inner) = self.inner() {
+            inner.gate(layer, hidden, gates);
+        }
+    }
 
     /// The function that [`Scorer::gate`] computes and the factor that it gives it, for a GPU to compute; `None` for a scorer without one.
     fn network(&self) -> Option<(&Network, f32)> {
-        None
+        self.inner()?.network()
     }
 
     /// How a GPU gives the same scores; `None` for a scorer that has no form for one.
@@ -217,13 +245,24 @@ pub trait Scorer: Send + Sync {
     /// When something it needs is missing.
     fn refine(
         &self,
-        _context: &Context<'_>,
-        _scored: &mut Scored,
-        _counts: &[usize],
-        _scratch: &mut [f32],
+        context: &Context<'_>,
+        scored: &mut Scored,
+        counts: &[usize],
+        scratch: &mut [f32],
     ) -> Result<(), PolicyError> {
-        Ok(())
+        self.inner().map_or(Ok(()), |inner| inner.refine(context, scored, counts, scratch))
     }
+}
+
+/// See [`Scorer::averages`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Averages {
+    /// None.
+    Nothing,
+    /// Those of a layer's KV heads.
+    Heads,
+    /// Those of a KV head in all layers.
+    Layers,
 }
 
 /// A policy: scorer x budget allocation x schedule x action.

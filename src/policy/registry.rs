@@ -6,7 +6,9 @@
 use super::action::Action;
 use super::allocation::{OverHeads, OverLayers};
 use super::scorers::protect::Protected;
-use super::{Assets, Decoding, PARTS, POLICIES, PRESETS, Policy, PolicyError, PolicyFile, Protect, Scorer, Statistic};
+use super::{
+    Assets, Averages, Decoding, PARTS, POLICIES, PRESETS, Policy, PolicyError, PolicyFile, Protect, Scorer, Statistic,
+};
 use crate::named::{Named, NamedError, Parameter};
 use std::sync::Arc;
 
@@ -195,6 +197,10 @@ impl Registry {
         let mut pieces = pieces(text)?;
         let method = pieces.remove(0);
         let preset = PRESETS.iter().find(|preset| preset.name == method.name);
+        let to_preset: Vec<(String, String)> = match preset {
+            Some(_) => method.arguments().map(|(key, value)| (key.to_string(), value.to_string())).collect(),
+            None => Vec::new(),
+        };
         let (method, brought) = match preset {
             Some(preset) => self.expand(preset, &method)?,
             None => (method, Vec::new()),
@@ -224,13 +230,44 @@ impl Registry {
                 return Err(refuse(format!("'{}' is given twice", piece.name)));
             }
         }
+        // What is given in place of a part that the preset brings.
+        let is_given = |piece: &Named| pieces.iter().any(|given| given.name == piece.name);
+        let mut replaced: Vec<&str> = Vec::new();
         for piece in &brought {
+            if is_given(piece) {
+                replaced.push(&piece.name);
+                continue;
+            }
             let read = assets.read();
             let part = self.part(piece, &mut assets)?;
             match part.settles().iter().all(|what| settled.iter().all(|(known, _)| known != what)) {
                 true => part.apply(&mut policy),
-                false => assets.forget(read),
+                false => {
+                    assets.forget(read);
+                    replaced.push(&piece.name);
+                }
             }
+        }
+        let has = |name: &str, key: &str| match name == method.name {
+            true => has_parameter(entry.parameters, key),
+            false => self.part_entry(name).is_ok_and(|entry| has_parameter(entry.parameters, key)),
+        };
+        for (key, _) in &to_preset {
+            let remain = std::iter::once(&method).chain(&brought).map(|piece| &*piece.name);
+            if !remain.filter(|name| !replaced.contains(name)).any(|name| has(name, key)) {
+                let part = replaced.iter().find(|name| has(name, key)).copied().unwrap_or_default();
+                return Err(refuse(format!(
+                    "'{key}' is a parameter of '{part}', which another part replaces; leave it out"
+                )));
+            }
+        }
+        if policy.schedule.decoding == Decoding::Delayed
+            && let Some(at) = given.iter().position(|part| matches!(part, Part::Delayed { .. }))
+        {
+            let (method, part) = (&method.name, &pieces[at].name);
+            return Err(refuse(format!(
+                "'{method}' is delayed eviction with a window of its own, which '{part}' does not change; write {method}:window=N"
+            )));
         }
         given.into_iter().for_each(|part| part.apply(&mut policy));
         policy.parameters = assets.into_parameters();
@@ -257,7 +294,7 @@ impl Registry {
     }
 
     /// Parameters of a preset: those of its method and of its parts, the first of each name, with the values that the
-    /// preset gives them as defaults.
+    /// preset gives them as defaults; without one where its pieces have different ones.
     pub fn preset_parameters(&self, preset: &Preset) -> Vec<Parameter> {
         let mut parameters: Vec<Parameter> = Vec::new();
         for (index, piece) in split(preset.text).into_iter().enumerate() {
@@ -272,9 +309,13 @@ impl Registry {
                     pairs.find(|(key, _)| *key == parameter.name).map_or(parameter.default, |(_, value)| value);
                 Parameter { default, ..*parameter }
             };
-            let fresh = own.iter().filter(|own| parameters.iter().all(|known| known.name != own.name));
-            let fresh: Vec<Parameter> = fresh.map(set).collect();
-            parameters.extend(fresh);
+            for own in own.iter().map(set) {
+                match parameters.iter_mut().find(|known| known.name == own.name) {
+                    Some(known) if known.default != own.default => known.default = "",
+                    Some(_) => {}
+                    None => parameters.push(own),
+                }
+            }
         }
         parameters
     }
@@ -347,12 +388,27 @@ fn sensible(policy: &Policy) -> Result<(), String> {
         }
     }
     let moving = [Statistic::RecentAttention, Statistic::AccumulatedAttention];
-    if policy.schedule.decoding == Decoding::Delayed && needs.iter().any(|need| moving.contains(need)) {
-        return Err("delayed eviction compares a score with those of prefill, and attention changes with every \
-                    query; use a scorer of keys or values, or every:steps=N"
+    if policy.schedule.decoding == Decoding::Delayed {
+        let instead = "use keydiff, knorm or a gate, or every:steps=N";
+        if needs.iter().any(|need| moving.contains(need)) {
+            return Err(format!(
+                "delayed eviction compares a score with those of prefill, and attention changes with every query; {instead}"
+            ));
+        }
+        if policy.heads.settles_lists() || policy.scorer.as_ref().is_some_and(|scorer| !scorer.is_absolute()) {
+            return Err(format!(
+                "delayed eviction compares a score with those of prefill, and these scores are relative to what else the cache \
+                 holds in a step; {instead}"
+            ));
+        }
+    }
+    let averages = policy.scorer.as_ref().map_or(Averages::Nothing, |scorer| scorer.averages());
+    if again && averages == Averages::Heads && !policy.heads.is_even() {
+        return Err("it takes a mean over heads, which hold different tokens after the first eviction; give all heads the same \
+                    budget, or use 'once'"
             .into());
     }
-    Ok(())
+    policy.scorer.as_ref().map_or(Ok(()), |scorer| scorer.check()).map_err(Into::into)
 }
 
 #[cfg(test)]
@@ -449,6 +505,17 @@ mod tests {
             ("knorm+cam:window=0", "cam: window is '0'; it must be"),
             ("think:ratio=1", "think: ratio is '1'; it must be"),
             ("delayed-keydiff+cam", "attention changes with every query"),
+            ("cur+delayed", "these scores are relative to what else the cache holds"),
+            ("qfilters+delayed", "these scores are relative to what else the cache holds"),
+            ("keydiff+critical+delayed", "these scores are relative to what else the cache holds"),
+            ("dms:window=4+delayed:window=8", "delayed eviction with a window of its own"),
+            ("tova+table:heads=1;3+every", "it takes a mean over heads, which hold different tokens"),
+            ("snapkv+blocks", "'blocks' is for scores of keys, values or queries"),
+            ("ada-snapkv:floor=0.9+uniform", "'floor' is a parameter of 'ada', which another part replaces"),
+            ("expected-attention:vnorm=false,epsilon=7", "epsilon is '7'; it must be 0 where vnorm is false"),
+            ("expected-attention:future=1000000000", "future is '1000000000'; it must be a whole number from 1 to"),
+            ("knorm+match:fit=values,bound=9", "bound is '9'; it must be left out where only values are fitted"),
+            ("lagkv:lag=9223372036854775808", "it must be a whole number of at most 1073741824"),
             ("snapkv+delayed", "attention changes with every query"),
             ("snapkv+knorm", "unknown part of a policy 'knorm'"),
             ("snapkw", "unknown policy 'snapkw'; did you mean 'snapkv'"),

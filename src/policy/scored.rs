@@ -2,6 +2,7 @@
 
 use super::{Budget, BudgetError, Context, Policy, PolicyError, Protect};
 use crate::memory::{Buffer, Label};
+use std::collections::BTreeSet;
 
 /// Scores of a context.
 pub struct Scored {
@@ -11,26 +12,48 @@ pub struct Scored {
     pub highest_scored: f32,
     /// What the scorer protects under the context's budget.
     pub protect: Protect,
+    /// Lists whose order is no scorer's any more: a budget allocation has settled it.
+    pub settled: BTreeSet<usize>,
 }
 
 impl Scored {
+    /// Scores with the protected tokens above `highest_scored` already.
+    pub fn new(values: Buffer<f32>, highest_scored: f32, protect: Protect) -> Self {
+        Scored { values, highest_scored, protect, settled: BTreeSet::new() }
+    }
+
     /// Puts the protected tokens of a context above all others of `values`, `[B, Hkv, kv_len]`.
     ///
     /// # Errors
     /// When a value is no number.
     pub fn protecting(context: &Context<'_>, protect: Protect, mut values: Buffer<f32>) -> Result<Self, PolicyError> {
         let highest_scored = protect_scores(context, protect, &mut values)?;
-        Ok(Scored { values, highest_scored, protect })
+        Ok(Scored::new(values, highest_scored, protect))
     }
 
-    /// Puts `slots` of a list below all scores of all lists, so that they take nothing of a budget, however it is divided.
-    pub fn lower(&mut self, context: &Context<'_>, list: usize, slots: &[u32]) {
+    /// Puts slots of lists below all scores of all lists, so that they take nothing of a budget, however it is divided.
+    pub fn lower(&mut self, context: &Context<'_>, slots: &[Vec<u32>]) {
+        if slots.iter().all(Vec::is_empty) {
+            return;
+        }
         let kv_len = context.call.shape.kv_len;
         let all = (0..context.lists()).flat_map(|list| &self.values[list * kv_len..][..context.len(list)]);
         let lowest = all.copied().fold(f32::INFINITY, f32::min);
-        let scores = &mut self.values[list * kv_len..][..context.len(list)];
-        slots.iter().for_each(|&slot| scores[slot as usize] = lowest - lowest.abs().max(1.0));
+        let below = lowest - lowest.abs().max(1.0);
+        for (slots, scores) in slots.iter().zip(self.values.chunks_mut(kv_len)) {
+            slots.iter().for_each(|&slot| scores[slot as usize] = below);
+        }
     }
+
+    /// How many steps above all that is scored a protected token lies; 0 for one that is scored.
+    pub fn rank(&self, score: f32) -> u8 {
+        (0..2).take_while(|&steps| score > above(self.highest_scored, steps)).count() as u8
+    }
+}
+
+/// What lies some steps above a score: as many ones, or as numbers so large allow.
+pub(super) fn above(score: f32, steps: u8) -> f32 {
+    (0..steps).fold(score, |score, _| (score + 1.0).max(score.next_up()))
 }
 
 impl Policy {
@@ -75,8 +98,7 @@ impl Policy {
     }
 }
 
-/// Puts the protected tokens above all others: recent ones at the maximum + 1 (as kvpress does), sinks at the
-/// maximum + 2. Returns the maximum; refuses scores that are not numbers.
+/// Puts the protected tokens above all others: recent ones a step above the maximum (as kvpress does), sinks two. Returns the maximum; refuses scores that are not numbers.
 fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -> Result<f32, PolicyError> {
     let kv_len = context.call.shape.kv_len;
     let mut max = f32::NEG_INFINITY;
@@ -92,13 +114,13 @@ fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -
     for (list, scores) in scores.chunks_mut(kv_len).enumerate() {
         let scores = &mut scores[..context.len(list)];
         let recent = scores.len().saturating_sub(protect.window);
-        scores[recent..].fill(max + 1.0);
+        scores[recent..].fill(above(max, 1));
         for (slot, score) in scores.iter_mut().enumerate().take(protect.sink) {
             // Lists are in order of position: past the sinks there are none.
             if (context.positions)(list, slot) >= protect.sink {
                 break;
             }
-            *score = max + 2.0;
+            *score = above(max, 2);
         }
     }
     Ok(max)

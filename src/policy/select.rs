@@ -63,11 +63,17 @@ pub fn select(policy: &Policy, context: &Context<'_>, scored: &mut Scored) -> Re
             *best_lost = keep_best(scores, counts[list], ranks, slots);
         });
     });
-    if let Some(at) = policy.layers.threshold() {
-        // Whatever is below it would have been lost.
-        best_lost.iter_mut().for_each(|lost| *lost = lost.max(at.next_down()));
-    }
+    policy.raise_to_threshold(&mut best_lost);
     Ok(Selection { slots, kv_len, counts, best_lost })
+}
+
+impl Policy {
+    /// Under a threshold, whatever is below it would have been lost: raises the best lost score of each list to it.
+    pub(super) fn raise_to_threshold(&self, best_lost: &mut [f32]) {
+        if let Some(at) = self.layers.threshold() {
+            best_lost.iter_mut().for_each(|lost| *lost = lost.max(at.next_down()));
+        }
+    }
 }
 
 /// Under delayed eviction: of each list only the token that has just left the protected window may go; it stays if it scores

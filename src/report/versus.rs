@@ -280,7 +280,7 @@ mod tests {
         assert_eq!(elsewhere.changed, 0, "times of two machines say nothing of the code");
         assert!(elsewhere.text.contains("different machines"), "{}", elsewhere.text);
         let hasty = of(change(&|record| *record = timed(3, record.clone())), "A");
-        assert!(hasty.text.contains("times of 1 cells are of fewer than 10 samples"), "{}", hasty.text);
+        assert!(hasty.text.contains("times of 1 cell are of fewer than 10 samples"), "{}", hasty.text);
         let fewer = of(cells()[..1].to_vec(), "A");
         assert!(fewer.common == 1 && fewer.text.contains("1 only in the first"), "{}", fewer.text);
         let slow = of(change(&|record| *record = slower(record.clone(), 1.5)), "A").text;

@@ -286,7 +286,10 @@ fn heads_of_the_lowest_gates_keep_the_first_and_the_recent_tokens() {
     let last = tokens.len();
     assert_eq!((lens, last >= 36), (vec![4, 4, 36, 4], true));
     assert_eq!(got[3], [0, last - 3, last - 2, last - 1]);
-    assert!(registry.policy("knorm+duo+delayed").is_ok() && Registry::default().policy("knorm+duo+delayed").is_err());
+    // What a streaming head keeps is not for a second stage to choose again.
+    let refined = registry.policy("knorm+duo:sink=1,recent=3,heads=0.75+critical").unwrap();
+    let refined = kept(&model, &tokens, tokens.len(), (&refined, "12"), &hook);
+    assert_eq!([&refined[0], &refined[1], &refined[3]], [&got[0], &got[1], &got[3]]);
 
     // The same gates as DuoAttention's authors publish them, and what is no such table.
     let folder = tempfile::tempdir().unwrap();
@@ -297,6 +300,12 @@ fn heads_of_the_lowest_gates_keep_the_first_and_the_recent_tokens() {
     };
     let published = of("1.0e-01\t2.0e-01\n9.0e-01\t3.0e-01\n").unwrap();
     assert_eq!(kept(&model, &tokens, tokens.len(), (&published, "12"), &hook), got);
+    // How they were trained lies beside them.
+    let as_trained = format!("knorm+duo:heads=0.75,gates={}", folder.path().display());
+    std::fs::write(folder.path().join("config.json"), r#"{"sink_size": 1, "recent_size": 3}"#).unwrap();
+    let as_trained = Registry::default().policy(&as_trained).unwrap();
+    assert_eq!(kept(&model, &tokens, tokens.len(), (&as_trained, "12"), &hook), got);
+    std::fs::remove_file(folder.path().join("config.json")).unwrap();
     for (table, expected) in [
         ("0.1\t0.2\n0.9\n", "row 2 has 1 gates; 2 are needed"),
         ("0.1\thalf\n", "row 1: 'half' is no number"),
@@ -416,6 +425,38 @@ fn commands_read_a_policy_file_and_say_which() {
     let (status, _, err) =
         kvsieve(folder.path(), &[&generate[..7], &["--policy", "gate", "--policy-file", "one.safetensors"]].concat());
     assert!(status == 2 && err.contains("[layers = 2, KV heads = 2, hidden = "), "{err}");
+}
+
+#[test]
+fn an_experiment_reads_the_folder_that_a_policy_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let (gates, table) = (folder.path().join("gates"), folder.path().join("gates/full_attention_heads.tsv"));
+    std::fs::create_dir(&gates).unwrap();
+    std::fs::write(&table, "0.1 0.9\n0.2 0.8\n").unwrap();
+    let text = format!(
+        "name = \"x\"\n[[grid]]\nmeasure = \"evict\"\nheads = \"4/2\"\nhead_dim = 32\nlayers = 2\ncontext_tokens = 300\n\
+         budget = 64\npolicy = \"duoattention:gates={},recent=8\"\n",
+        gates.display()
+    );
+    let spec = Spec::parse(&text, "x.toml").unwrap();
+    let experiment = Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu).unwrap();
+    let go = |out: &str| {
+        let options = Options {
+            out: folder.path().join(out),
+            resume: false,
+            join: false,
+            shard: None,
+            limit_bytes: 1 << 30,
+            repro: "kvsieve run x.toml".into(),
+        };
+        let done = run(&experiment, &Registry::default(), &Cpu::new(Some(2)).unwrap(), &options, &mut |_| ()).unwrap();
+        let of_folder = done.records.into_iter().find(|record| record.cell.policy_file.is_some()).unwrap();
+        (of_folder.status, of_folder.reason.unwrap_or_default())
+    };
+    assert_eq!(go("first"), (Status::Ok, String::new()));
+    std::fs::write(&table, "0.9 0.1\n0.2 0.8\n").unwrap();
+    let (status, reason) = go("second");
+    assert!(status == Status::Failed && reason.contains("has changed since the experiment was read"), "{reason}");
 }
 
 #[test]

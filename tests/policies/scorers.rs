@@ -254,6 +254,24 @@ fn knorm_keeps_the_keys_of_smallest_norm() {
 }
 
 #[test]
+fn what_is_protected_stays_above_scores_of_any_size() {
+    // Norms from 1e9 on, whose neighbours in f32 are 64 apart.
+    let keys: Vec<f32> = (0..12).flat_map(|slot| [0.0, -1e9 * (12 - slot) as f32]).collect();
+    let shape = shape([1, 1, 1, 1, 12, 2]);
+    let got = verdict(how("knorm+protect:sink=2,window=1", 4), shape, &with_keys(shape, &keys));
+    assert_eq!(got.kept, [[0, 1, 10, 11]]);
+}
+
+#[test]
+fn a_part_that_a_preset_brings_is_replaced_by_the_one_that_is_given() {
+    let shape = shape([1, 4, 2, 96, 96, 16]);
+    let made = inputs(&problem(shape, DType::F32), 7);
+    let kept = |policy: &str| verdict(how(policy, 24), shape, &made).kept;
+    assert_eq!(kept("chunkkv:window=8+chunkkv:length=7"), kept("snapkv:window=8+chunkkv:length=7"));
+    assert_ne!(kept("chunkkv:window=8"), kept("chunkkv:window=8+chunkkv:length=7"));
+}
+
+#[test]
 fn keydiff_keeps_the_keys_least_like_the_mean() {
     // Unit vectors (1,0) three times, (0,1) once, of several lengths: the anchor is (3,1) / 4, and lengths do not count.
     let keys = [1.0, 0.0, 7.0, 0.0, 0.0, 5.0, 0.5, 0.0];

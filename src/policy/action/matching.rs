@@ -50,6 +50,9 @@ pub const ENTRY: PartEntry = PartEntry {
             Some("values") => (false, true),
             Some(_) => return Err(named.wrong("fit", "both, bias or values".into()).into()),
         };
+        if !biases && named.text("bound").is_some() {
+            return Err(named.wrong("bound", "left out where only values are fitted".into()).into());
+        }
         Ok(Part::Action(Some(Box::new(Matching {
             queries: named.count("queries", 64, 1)?,
             of_context,

@@ -49,13 +49,18 @@ pub const ENTRY: PartEntry = PartEntry {
     ],
     build: |named, assets| {
         let (heads, last) = (named.number("heads", 0.5, 0.0..=1.0)?, named.count("last", 64, 1)?);
+        let measured_only = |alpha: &Option<Learned>| match (alpha, named.text("last")) {
+            (Some(_), Some(_)) => Err(named.wrong("last", "left out: gates tell which heads stream".into())),
+            _ => Ok(()),
+        };
         // A file that the text names is there for these gates; one for all policies may lack them.
         let is_named = !matches!(named.text(GATES.name), None | Some("auto"));
         let mut trained = Near { sink: 128, recent: 256 };
         let alpha = match folder(named) {
             Some(path) => {
-                let alpha = published::duo::read(path)?;
+                let (alpha, near) = published::duo::read(path, trained)?;
                 assets.note(path, &[(ALPHA.0, ALPHA.1, &alpha)])?;
+                trained = near;
                 Some(alpha)
             }
             None => from_file(named, assets, |assets| {
@@ -70,6 +75,7 @@ pub const ENTRY: PartEntry = PartEntry {
                 Ok(alpha)
             })?,
         };
+        measured_only(&alpha)?;
         let count = |key, least, trained| match named.text(key) {
             None | Some("auto") => Ok(trained),
             Some(_) => named.count(key, trained, least),
@@ -113,6 +119,10 @@ fn lowest(alpha: &Learned, share: f64) -> Vec<bool> {
 impl OverHeads for Duo {
     fn needs(&self) -> Vec<Statistic> {
         if self.streaming.is_some() { Vec::new() } else { vec![Statistic::RecentAttention] }
+    }
+
+    fn settles_lists(&self) -> bool {
+        true
     }
 
     fn counts(

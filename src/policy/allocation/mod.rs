@@ -75,6 +75,11 @@ pub trait OverHeads: Send + Sync {
         true
     }
 
+    /// Whether it chooses the tokens of some lists itself, in place of the scorer.
+    fn settles_lists(&self) -> bool {
+        false
+    }
+
     /// Tokens that each head keeps, `[Hkv]`, `total` together where the lists of `sequence` hold as many. `scratch` is
     /// `[B, Hkv, kv_len]`.
     ///
@@ -125,7 +130,7 @@ pub fn share(total: usize, weights: &[f64], caps: &[usize]) -> Vec<usize> {
     shares
 }
 
-/// Raises or lowers shares one by one, round and round, until they add up to `total` (or to all the caps).
+/// Lowers the largest shares, or raises all that have room, until they add up to `total` (or to all the caps).
 pub fn level(total: usize, shares: &mut [usize], caps: &[usize]) {
     let total = total.min(caps.iter().sum());
     let mut sum: usize = shares.iter().sum();

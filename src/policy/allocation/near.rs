@@ -59,6 +59,7 @@ pub fn attention_near(context: &Context<'_>, list: usize, near: Near, last: usiz
 /// Gives the lists of a head new scores, so that the `count` best are the first tokens and the latest, whatever the
 /// scorer says. Where the count is less than what is near, at most half of it are sinks.
 pub fn keep_near(context: &Context<'_>, scored: &mut Scored, list: usize, near: Near, count: usize) {
+    scored.settled.insert(list);
     let kv_len = context.call.shape.kv_len;
     let sink = if count < near.sink + near.recent { near.sink.min(count / 2) } else { near.sink };
     let first = scored.highest_scored.max(0.0) + 2.0;

@@ -19,7 +19,11 @@ pub const ENTRY: PartEntry = PartEntry {
     about: "layers that look near keep the first and the recent tokens, the others share the rest",
     paper: "2410.13846",
     parameters: &[
-        Parameter { name: "threshold", default: "0.9", about: "fraction of attention near from which a layer is lazy" },
+        Parameter {
+            name: "threshold",
+            default: "0.9",
+            about: "fraction of attention near above which a layer is lazy",
+        },
         Parameter { name: "sink", default: "4", about: "first tokens that a lazy layer keeps" },
         Parameter { name: "recent", default: "1024", about: "recent tokens; a lazy layer keeps as many less last" },
         Parameter { name: "last", default: "1", about: "latest queries that tell" },

@@ -33,7 +33,7 @@ pub(crate) fn divide(
     let mut there = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
     scores.read(bytemuck::cast_slice_mut(&mut there))?;
     let protect = policy.scorer.as_ref().map_or_else(Protect::default, |scorer| scorer.protect(context.budget_tokens));
-    let mut scored = Scored { values: there, highest_scored, protect };
+    let mut scored = Scored::new(there, highest_scored, protect);
     let mut ranks = host.alloc::<f32>(Label::Policy, places).map_err(PolicyError::from)?;
     let kv = Lengths { lens: cache.lens(), heads: shape.kv_heads, dtype: cache.rows().dtype() };
     let none = Tensor::zeros(&host, Label::Policy, kv.dtype, shape.q_dims()).map_err(PolicyError::from)?;

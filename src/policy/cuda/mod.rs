@@ -316,6 +316,7 @@ pub fn select(
     let time_ns = device.timed(|| begin_select(context, cache, [values, &mut *found], chosen))?;
     let mut best_lost = vec![0f32; lists];
     found.read(bytemuck::cast_slice_mut(&mut best_lost))?;
+    policy.raise_to_threshold(&mut best_lost);
     Ok(DeviceSelection { slots, width, counts, counts_there, best_lost, time_ns })
 }
 

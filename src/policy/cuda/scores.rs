@@ -1,4 +1,4 @@
-//! Recipes as launches of `kernels/score.cu` and of the export of attention columns.
+//! Scoring plans as launches of `kernels/score.cu` and of the export of attention columns.
 
 use super::{DeviceContext, DevicePolicyError};
 use crate::attention::cuda::export;

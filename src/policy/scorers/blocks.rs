@@ -7,7 +7,7 @@ use crate::attention::{Forward, KvRows, Shape};
 use crate::format::KvFormat;
 use crate::memory::Label;
 use crate::named::Parameter;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, Statistic};
+use crate::policy::{Context, Part, PartEntry, PolicyError, Scorer, Statistic};
 use crate::tensor::Rows;
 
 /// The registry's line.
@@ -28,16 +28,30 @@ struct Blocks {
 }
 
 impl Scorer for Blocks {
+    fn inner(&self) -> Option<&dyn Scorer> {
+        Some(&*self.scorer)
+    }
+
+    fn check(&self) -> Result<(), &'static str> {
+        use Statistic::{
+            AccumulatedAttention, FutureAttention, Gradients, HiddenStates, RecentAttention, Reconstruction,
+        };
+        let of_all = [RecentAttention, AccumulatedAttention, FutureAttention, HiddenStates, Reconstruction, Gradients];
+        match self.needs().iter().any(|need| of_all.contains(need)) {
+            true => Err(
+                "'blocks' is for scores of keys, values or queries: attention is over the whole list, and a gate is the same \
+                         in each part",
+            ),
+            false => self.scorer.check(),
+        }
+    }
+
+    fn is_absolute(&self) -> bool {
+        false
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         self.scorer.needs()
-    }
-
-    fn protect(&self, budget_tokens: usize) -> Protect {
-        self.scorer.protect(budget_tokens)
-    }
-
-    fn recent_queries(&self) -> usize {
-        self.scorer.recent_queries()
     }
 
     fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
@@ -46,12 +60,6 @@ impl Scorer for Blocks {
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        use Statistic::{AccumulatedAttention, FutureAttention, HiddenStates, RecentAttention};
-        let of_all = [RecentAttention, AccumulatedAttention, FutureAttention, HiddenStates];
-        if self.needs().iter().any(|need| of_all.contains(need)) {
-            let what = "a score of keys, values or queries: attention is over the whole list, and a gate is the same in each part";
-            return Err(PolicyError::Missing { policy: "blocks", what });
-        }
         let (lists, kv_len) = (context.lists(), context.call.shape.kv_len);
         let protect = self.scorer.protect(context.budget_tokens);
         let mut slots = context.arena.alloc::<u32>(Label::Workspace, lists * kv_len)?;
@@ -103,16 +111,6 @@ impl Scorer for Blocks {
             }
             start = end;
         }
-    }
-
-    fn refine(
-        &self,
-        context: &Context<'_>,
-        scored: &mut Scored,
-        counts: &[usize],
-        scratch: &mut [f32],
-    ) -> Result<(), PolicyError> {
-        self.scorer.refine(context, scored, counts, scratch)
     }
 }
 

@@ -6,7 +6,7 @@
 //! the query heads of a group. Between decode steps the mean is that of the latest queries.
 
 use super::super::linear::{Moments, dot, inverse_factor, matrix_len, padded, times};
-use super::expected_attention::{AverageTurn, FUTURE, RECENT, covariance, queries_after};
+use super::expected_attention::{AverageTurn, FUTURE, MOST_FUTURE, RECENT, covariance, queries_after};
 use crate::attention::Shape;
 use crate::memory::Label;
 use crate::named::Parameter;
@@ -24,7 +24,7 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
     ],
     build: |named, _| {
         let tau = named.number("tau", 5.0, 0.0..=1e4)? as f32;
-        let (future, sink) = (named.count("future", 512, 1)?, named.count("sink", 4, 0)?);
+        let (future, sink) = (named.count_in("future", 512, 1..=MOST_FUTURE)?, named.count("sink", 4, 0)?);
         Ok(Policy::after_prefill(Cap { tau, future, sink }))
     },
 };

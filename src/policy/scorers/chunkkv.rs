@@ -7,9 +7,9 @@
 //! is met: the best chunks stay, and of the chunk for which there is no whole room the latest tokens, as of all equal
 //! scores. Where the chunks of kvpress fill the budget both keep the same.
 
-use crate::attention::Shape;
 use crate::named::Parameter;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Scored, Scorer, Statistic};
+use crate::policy::scored::above;
+use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scorer, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -29,20 +29,21 @@ struct Chunks {
 }
 
 impl Scorer for Chunks {
+    fn inner(&self) -> Option<&dyn Scorer> {
+        Some(&*self.scorer)
+    }
+
+    fn is_absolute(&self) -> bool {
+        false
+    }
+
+    /// Nothing: chunks would not stay whole.
+    fn protect(&self, _: usize) -> Protect {
+        Protect::default()
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         self.scorer.needs()
-    }
-
-    fn recent_queries(&self) -> usize {
-        self.scorer.recent_queries()
-    }
-
-    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
-        self.scorer.gate(layer, hidden, gates);
-    }
-
-    fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
-        self.scorer.scratch_bytes(shape, threads)
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
@@ -75,16 +76,6 @@ impl Scorer for Chunks {
         }
         Ok(())
     }
-
-    fn refine(
-        &self,
-        context: &Context<'_>,
-        scored: &mut Scored,
-        counts: &[usize],
-        scratch: &mut [f32],
-    ) -> Result<(), PolicyError> {
-        self.scorer.refine(context, scored, counts, scratch)
-    }
 }
 
 /// Gives the protected tokens of a scorer the highest score of all plus one, as kvpress does.
@@ -98,7 +89,7 @@ fn lift_protected(scorer: &dyn Scorer, context: &Context<'_>, scores: &mut [f32]
         let recent = scores.len().saturating_sub(protect.window);
         for (slot, score) in scores.iter_mut().enumerate() {
             if slot >= recent || (context.positions)(list, slot) < protect.sink {
-                *score = highest + 1.0;
+                *score = above(highest, 1);
             }
         }
     }

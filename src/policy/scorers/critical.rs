@@ -6,12 +6,15 @@
 //! The budget is divided over heads by the scores as they are, as in the authors' combination with Ada-KV
 //! (`+critical+ada`). As in kvpress, protected tokens are the first of the first stage; unlike there they stay when they
 //! are more than it has room for. Tokens of the first stage keep their order, above all others. Being
-//! the last word on the tokens of a head, it acts after every other part, wherever it is written.
+//! the last word on the tokens of a head, it acts after every other part, wherever it is written; lists whose tokens a budget
+//! allocation chooses (`duo`, `simlayer`) it leaves alone. It is for scores that are not negative, such as attention: of negative ones
+//! the second stage takes the small values, here as in kvpress.
 
 use super::super::linear::times;
 use crate::attention::Shape;
 use crate::named::Parameter;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, Statistic, each_list};
+use crate::policy::scored::above;
+use crate::policy::{Context, Part, PartEntry, PolicyError, Scored, Scorer, Statistic, each_list};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -39,26 +42,19 @@ struct Critical {
 }
 
 impl Scorer for Critical {
+    fn inner(&self) -> Option<&dyn Scorer> {
+        Some(&*self.scorer)
+    }
+
+    /// Its second stage depends on how many tokens stay.
+    fn is_absolute(&self) -> bool {
+        false
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         let mut needs = self.scorer.needs();
         needs.extend([Statistic::Values, Statistic::OutputProjection]);
         needs
-    }
-
-    fn protect(&self, budget_tokens: usize) -> Protect {
-        self.scorer.protect(budget_tokens)
-    }
-
-    fn recent_queries(&self) -> usize {
-        self.scorer.recent_queries()
-    }
-
-    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
-        self.scorer.gate(layer, hidden, gates);
-    }
-
-    fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
-        self.scorer.scratch_bytes(shape, threads)
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
@@ -84,7 +80,7 @@ impl Scorer for Critical {
         let (mut highest, mut lowest_first) = (0.0f32, f32::INFINITY);
         let lists = scored.values.chunks_mut(kv_len).zip(scratch.chunks_mut(kv_len)).zip(first_stage);
         for (list, ((scores, norms), mut best)) in lists.enumerate() {
-            let len = context.len(list);
+            let len = if scored.settled.contains(&list) { 0 } else { context.len(list) };
             norms[len..].fill(0.0);
             // Of equal scores the latest are the first stage's.
             for (score, norm) in scores[..len].iter_mut().zip(&mut norms[..len]).rev() {
@@ -107,9 +103,10 @@ impl Scorer for Critical {
                 highest_scored = highest_scored.max(*score);
             }
         }
-        for (score, norm) in scored.values.iter_mut().zip(&*scratch) {
-            if *norm == PROTECTED {
-                *score = highest_scored + (*score - scored.highest_scored);
+        for (list, norms) in scratch.chunks(kv_len).enumerate() {
+            for (slot, _) in norms.iter().enumerate().filter(|(_, norm)| **norm == PROTECTED) {
+                let score = scored.values[list * kv_len + slot];
+                scored.values[list * kv_len + slot] = above(highest_scored, scored.rank(score));
             }
         }
         scored.highest_scored = highest_scored;

@@ -27,16 +27,22 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
         Parameter { name: "epsilon", default: "0", about: "added before the norm of the value" },
     ],
     build: |named, _| {
+        let (vnorm, epsilon) = (named.flag("vnorm", true)?, named.number("epsilon", 0.0, 0.0..=1e6)? as f32);
+        if !vnorm && epsilon > 0.0 {
+            return Err(named.wrong("epsilon", "0 where vnorm is false".into()).into());
+        }
         Ok(Policy::after_prefill(ExpectedAttention {
-            future: named.count("future", 512, 1)?,
+            future: named.count_in("future", 512, 1..=MOST_FUTURE)?,
             sink: named.count("sink", 4, 0)?,
             covariance: named.flag("covariance", true)?,
-            vnorm: named.flag("vnorm", true)?,
-            epsilon: named.number("epsilon", 0.0, 0.0..=1e6)? as f32,
+            vnorm,
+            epsilon,
         }))
     },
 };
 
+/// Most of them: their turns are added up one by one.
+pub(super) const MOST_FUTURE: usize = 1 << 20;
 /// The parameter that says over how many positions RoPE is averaged.
 pub(super) const FUTURE: Parameter =
     Parameter { name: "future", default: "512", about: "positions to come that RoPE is averaged over" };

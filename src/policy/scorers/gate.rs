@@ -84,6 +84,10 @@ pub struct Gate {
 }
 
 impl Scorer for Gate {
+    fn is_absolute(&self) -> bool {
+        true
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         vec![Statistic::HiddenStates]
     }

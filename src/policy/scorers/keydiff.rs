@@ -23,6 +23,11 @@ fn norm(row: &[f32]) -> f32 {
 }
 
 impl Scorer for KeyDiff {
+    /// As near as the mean of the keys that are there is to that of all: its authors' threshold (arXiv 2504.15364).
+    fn is_absolute(&self) -> bool {
+        true
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         vec![Statistic::Keys]
     }

@@ -14,6 +14,10 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
 struct Knorm;
 
 impl Scorer for Knorm {
+    fn is_absolute(&self) -> bool {
+        true
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         vec![Statistic::Keys]
     }

@@ -109,7 +109,7 @@ pub(super) fn leverages(
         let n = dimensions(width, sketch);
         let (matrix, inverse) = bytemuck::cast_slice_mut::<f32, f64>(squares).split_at_mut(n * n);
         let phi = bytemuck::cast_slice_mut::<f32, f64>(phi);
-        draw(phi, sketch, context.seed, list.index);
+        draw(phi, sketch, context.seed, context.list_number(list.index));
         sketched(outer, width, phi, sketch, matrix);
         inverse_factor(matrix, n, DIAGONAL, inverse);
         whitening(phi, sketch, inverse, n, map);

@@ -1,9 +1,7 @@
 //! Protection for any scorer: first and recent tokens that are not evicted.
 
-use crate::attention::Shape;
 use crate::named::Parameter;
-use crate::policy::network::Network;
-use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, ScoringPlan, Statistic};
+use crate::policy::{Context, Part, PartEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -31,6 +29,10 @@ pub struct Protected {
 }
 
 impl Scorer for Protected {
+    fn inner(&self) -> Option<&dyn Scorer> {
+        Some(&*self.scorer)
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         self.scorer.needs()
     }
@@ -41,36 +43,11 @@ impl Scorer for Protected {
         Protect { sink: own.sink.max(self.more.sink), window: own.window.max(self.more.window.min(most)) }
     }
 
-    fn recent_queries(&self) -> usize {
-        self.scorer.recent_queries()
-    }
-
-    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
-        self.scorer.gate(layer, hidden, gates);
-    }
-
-    fn network(&self) -> Option<(&Network, f32)> {
-        self.scorer.network()
-    }
-
-    fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
-        self.scorer.scratch_bytes(shape, threads)
-    }
-
     fn scoring_plan(&self) -> Option<ScoringPlan> {
         self.scorer.scoring_plan()
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
         self.scorer.score(context, scores)
-    }
-    fn refine(
-        &self,
-        context: &Context<'_>,
-        scored: &mut Scored,
-        counts: &[usize],
-        scratch: &mut [f32],
-    ) -> Result<(), PolicyError> {
-        self.scorer.refine(context, scored, counts, scratch)
     }
 }

@@ -50,6 +50,10 @@ struct Calibrated {
 }
 
 impl Scorer for Calibrated {
+    fn is_absolute(&self) -> bool {
+        true
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         vec![Statistic::Keys]
     }

@@ -17,6 +17,10 @@ pub const ENTRY: PolicyEntry = PolicyEntry {
 struct Random;
 
 impl Scorer for Random {
+    fn is_absolute(&self) -> bool {
+        true
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         Vec::new()
     }
@@ -25,11 +29,16 @@ impl Scorer for Random {
         let shape = context.call.shape;
         for (list, scores) in scores.chunks_mut(shape.kv_len).enumerate() {
             let mut rng = ChaCha8Rng::seed_from_u64(context.seed);
-            rng.set_stream(list as u64);
+            rng.set_stream(context.list_number(list) as u64);
             let len = context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
+            let mut next = 0;
             for (slot, score) in scores[..len].iter_mut().enumerate() {
                 // The number belongs to the position: evicted again, a token has the same importance.
-                rng.set_word_pos((context.positions)(list, slot) as u128);
+                let position = (context.positions)(list, slot);
+                if position != next {
+                    rng.set_word_pos(position as u128);
+                }
+                next = position + 1;
                 *score = (rng.next_u32() >> 8) as f32 / (1 << 24) as f32;
             }
         }

@@ -22,6 +22,10 @@ struct StreamingLlm {
 }
 
 impl Scorer for StreamingLlm {
+    fn is_absolute(&self) -> bool {
+        true
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         Vec::new()
     }

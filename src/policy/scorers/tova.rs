@@ -4,7 +4,9 @@
 use super::snapkv::recent_columns;
 use crate::attention::Shape;
 use crate::attention::export::{self, Reduction};
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic, Then};
+use crate::policy::{
+    Averages, Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic, Then,
+};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -22,6 +24,11 @@ impl Scorer for Tova {
         vec![Statistic::RecentAttention]
     }
 
+    /// Every head evicts the same slots, so that lists of a layer have the same tokens in the same order.
+    fn averages(&self) -> Averages {
+        Averages::Heads
+    }
+
     fn protect(&self, _: usize) -> Protect {
         Protect { sink: 0, window: 1 }
     }
@@ -35,7 +42,6 @@ impl Scorer for Tova {
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        // Every head evicts the same slots, so lists of a sequence have the same tokens in the same order.
         let Shape { kv_heads, kv_len, .. } = context.call.shape;
         let queries = recent_columns(context, 1, Reduction::RECEIVED, scores)?;
         Then::MeanOverHeads.apply(scores, [kv_heads, kv_len], |list| context.len(list), queries, context.arena)?;

@@ -29,7 +29,7 @@ use crate::attention::Shape;
 use crate::memory::Label;
 use crate::named::Parameter;
 use crate::policy::Axis::{HeadDim, Layers, QHeads, RopePairs};
-use crate::policy::{Context, Learned, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
+use crate::policy::{Averages, Context, Learned, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
 use crate::tensor::TensorView;
 
 /// The tensor of centres, `[layers, Hq, D]`: the mean query before RoPE.
@@ -86,6 +86,10 @@ fn parts(shape: &Shape) -> [usize; 3] {
 }
 
 impl Scorer for TriAttention {
+    fn averages(&self) -> Averages {
+        if self.together { Averages::Layers } else { Averages::Nothing }
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         vec![Statistic::Keys, Statistic::BeforeRope]
     }

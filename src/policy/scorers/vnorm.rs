@@ -2,10 +2,7 @@
 //! not negative, such as attention; a negative score times a large norm would only be more negative.
 
 use super::super::linear::dot;
-use crate::attention::Shape;
-use crate::policy::{
-    Context, Part, PartEntry, PolicyError, Protect, Scored, Scorer, ScoringPlan, Statistic, each_list,
-};
+use crate::policy::{Context, Part, PartEntry, PolicyError, Scorer, ScoringPlan, Statistic, each_list};
 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
@@ -21,26 +18,14 @@ struct ValueNorm {
 }
 
 impl Scorer for ValueNorm {
+    fn inner(&self) -> Option<&dyn Scorer> {
+        Some(&*self.scorer)
+    }
+
     fn needs(&self) -> Vec<Statistic> {
         let mut needs = self.scorer.needs();
         needs.push(Statistic::Values);
         needs
-    }
-
-    fn protect(&self, budget_tokens: usize) -> Protect {
-        self.scorer.protect(budget_tokens)
-    }
-
-    fn recent_queries(&self) -> usize {
-        self.scorer.recent_queries()
-    }
-
-    fn gate(&self, layer: usize, hidden: &[f32], gates: &mut [f32]) {
-        self.scorer.gate(layer, hidden, gates);
-    }
-
-    fn scratch_bytes(&self, shape: &Shape, threads: usize) -> u64 {
-        self.scorer.scratch_bytes(shape, threads)
     }
 
     fn scoring_plan(&self) -> Option<ScoringPlan> {
@@ -51,16 +36,6 @@ impl Scorer for ValueNorm {
         self.scorer.score(context, scores)?;
         times_value_norm(context, scores, 0.0);
         Ok(())
-    }
-
-    fn refine(
-        &self,
-        context: &Context<'_>,
-        scored: &mut Scored,
-        counts: &[usize],
-        scratch: &mut [f32],
-    ) -> Result<(), PolicyError> {
-        self.scorer.refine(context, scored, counts, scratch)
     }
 }
 

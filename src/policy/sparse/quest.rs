@@ -69,7 +69,9 @@ impl KvSelection for Quest {
 
     fn step_bytes(&self, cache: &CacheShape, budget_tokens: usize, _: usize, tokens: usize) -> u64 {
         let pages = cache.pages(tokens);
-        let read = (pages_read(budget_tokens, cache.page_tokens, pages) * cache.page_tokens).min(tokens);
+        let read = pages_read(budget_tokens, cache.page_tokens, pages);
+        // The last page is always among them, and may not be full.
+        let read = read * cache.page_tokens - (pages * cache.page_tokens - tokens);
         cache.lists() as u64 * (read as u64 * cache.token_bytes() + (pages * line_bytes(cache)) as u64)
     }
 

@@ -1,8 +1,9 @@
 //! ThinK: channels of the keys that queries hardly use are not read.
 //!
-//! arXiv 2407.21018, as kvpress has it. After prefill each KV head scores its channels by `mean(q^2) mean(k^2)`: the mean
+//! arXiv 2407.21018, with the channels that kvpress chooses. After prefill each KV head scores its channels by `mean(q^2) mean(k^2)`: the mean
 //! over the last `window` queries and the heads of the group, times the mean over the tokens; the lowest channels go, of
-//! all keys of the head, for all later queries. Values are whole, so of `D` channels a step that reads `c` of the keys reads
+//! all keys of the head, for all later queries. kvpress takes them from the keys of the context alone, and leaves those of the
+//! question and the answer whole; here they are left out of these too, which costs more accuracy than there. Values are whole, so of `D` channels a step that reads `c` of the keys reads
 //! `(c + D) / 2D` of the bytes: never less than a half.
 //!
 //! What is measured, honestly: the cache keeps whole keys, and the query's dropped channels are set to zero, which gives
