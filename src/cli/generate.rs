@@ -239,6 +239,11 @@ fn sampling(args: &Args) -> Result<Sampling, Failure> {
     if !(top_p > 0.0 && top_p <= 1.0) {
         return Err(Failure::usage(format!("--top-p is {top_p}; it must be above 0 and at most 1")));
     }
+    if temperature == 0.0 && top_p < 1.0 {
+        return Err(Failure::usage(format!(
+            "--top-p is {top_p} and --temperature 0, which takes the likeliest token; give a temperature above 0"
+        )));
+    }
     if max_new_tokens == 0 {
         return Err(Failure::usage("--max-new-tokens is 0; at least one token follows".into()));
     }

@@ -4,7 +4,7 @@
 use super::{EditError, Encoder, Fact, Informed, Maps};
 use crate::episodic::matrix::cosine;
 use crate::memory::Arena;
-use crate::model::{Decoder, Eviction, Setup};
+use crate::model::{Decoder, Eviction, Setup, likeliest};
 use crate::tensor::DType;
 
 /// Questions that go through the model together, behind one context.
@@ -92,10 +92,12 @@ impl Informed for InContext<'_> {
                 self.decoder.fork(0, 1 + slot)?;
                 tokens[1 + slot] = read;
             }
-            let mut likeliest = [0; 1 + TOGETHER];
-            self.decoder.follow(&tokens, |sequence, _, logits| likeliest[sequence] = super::encoder::argmax(logits))?;
-            answers.extend_from_slice(&likeliest[1..=questions.len()]);
+            let mut answered: [_; 1 + TOGETHER] = std::array::from_fn(|_| Ok(0));
+            self.decoder.follow(&tokens, |sequence, _, logits| answered[sequence] = likeliest(logits))?;
             (1..=TOGETHER).for_each(|slot| self.decoder.free(slot));
+            for answer in answered.into_iter().skip(1).take(questions.len()) {
+                answers.push(answer?);
+            }
         }
         Ok(answers)
     }

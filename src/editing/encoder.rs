@@ -4,7 +4,7 @@
 use super::{EditError, Fact};
 use crate::device::Cpu;
 use crate::memory::Arena;
-use crate::model::{Activation, Decoder, Hook, Model, PrefixShape, Setup, Text};
+use crate::model::{Activation, Decoder, Hook, Model, PrefixShape, Setup, Text, likeliest};
 use crate::tensor::DType;
 use std::sync::Mutex;
 
@@ -205,18 +205,13 @@ impl<'a> Encoder<'a> {
                     decoder.prefix(sequence, shape, numbers)?;
                 }
             }
-            let mut likeliest = vec![0; prompts.len()];
+            let mut answered: Vec<_> = prompts.iter().map(|_| Ok(0)).collect();
             let tokens: Vec<&[u32]> = prompts.iter().map(|prompt| &prompt[..]).collect();
-            decoder.prefill(&tokens, |sequence, _, logits| likeliest[sequence] = argmax(logits))?;
-            answers.extend(likeliest);
+            decoder.prefill(&tokens, |sequence, _, logits| answered[sequence] = likeliest(logits))?;
+            answers.extend(answered.into_iter().collect::<Result<Vec<u32>, _>>()?);
         }
         Ok(answers)
     }
-}
-
-/// The likeliest token.
-pub(super) fn argmax(logits: &[f32]) -> u32 {
-    (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap_or(0) as u32
 }
 
 fn setup(batch: usize, tokens: usize) -> Setup<'static> {

@@ -1,5 +1,6 @@
 //! Generated facts: keys of two words with a value of one, as in the task `recall`, and the ways in which they are asked for.
 
+use super::EditError;
 use crate::task::text;
 use rand::seq::index;
 use rand::{RngExt, SeedableRng};
@@ -63,17 +64,26 @@ impl Drawn {
     /// `count` facts of different keys, whose values are those of training or, with `kept_back`, those that no training has;
     /// `usable` says which words can be values.
     ///
-    /// # Panics
+    /// # Errors
     /// When less than two words are usable, or there are not so many keys.
-    pub fn draw(seed: u64, count: usize, kept_back: bool, usable: impl Fn(&str) -> bool) -> Vec<Drawn> {
+    pub fn draw(
+        seed: u64,
+        count: usize,
+        kept_back: bool,
+        usable: impl Fn(&str) -> bool,
+    ) -> Result<Vec<Drawn>, EditError> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let values = values(kept_back, usable);
+        let values = values(kept_back, usable)?;
+        let most = text::NOUNS.len() * text::ADJECTIVES.len();
+        if count > most {
+            return Err(EditError::Words(format!("{count} facts are asked for; there are words for {most}")));
+        }
         let keys = text::distinct_pairs(&mut rng, count);
         let drawn = keys.into_iter().map(|key| {
             let two = index::sample(&mut rng, values.len(), 2);
             Drawn { key, value: values[two.index(0)].into(), other: values[two.index(1)].into() }
         });
-        drawn.collect()
+        Ok(drawn.collect())
     }
 
     /// The fact with the value that is written first.
@@ -106,7 +116,10 @@ impl Drawn {
 }
 
 /// Words that can be values, of training or kept back from it.
-pub fn values(kept_back: bool, usable: impl Fn(&str) -> bool) -> Vec<&'static str> {
+///
+/// # Errors
+/// When there are less than two.
+pub fn values(kept_back: bool, usable: impl Fn(&str) -> bool) -> Result<Vec<&'static str>, EditError> {
     let mut seen = HashSet::new();
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let words = text::NOUNS.iter().chain(text::ADJECTIVES).copied();
@@ -121,6 +134,23 @@ pub fn values(kept_back: bool, usable: impl Fn(&str) -> bool) -> Vec<&'static st
         })
         .map(|(word, _)| word)
         .collect();
-    assert!(values.len() >= 2, "values to choose from");
-    values
+    match values.len() {
+        0 | 1 => Err(EditError::Words(
+            "the model's tokenizer has no two words of one token each among those that facts are made of".into(),
+        )),
+        _ => Ok(values),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn facts_that_cannot_be_drawn_are_refused_in_words() {
+        let said = |count, usable: fn(&str) -> bool| Drawn::draw(0, count, false, usable).unwrap_err().to_string();
+        assert!(said(30_000, |_| true).starts_with("30000 facts are asked for; there are words for "));
+        assert!(said(1, |_| false).contains("no two words of one token each"));
+        assert_eq!(Drawn::draw(0, 25_000, false, |_| true).unwrap().len(), 25_000);
+    }
 }

@@ -62,4 +62,7 @@ pub enum EditError {
         /// What is wrong with it, and what would be right.
         reason: String,
     },
+    /// Facts that cannot be drawn, in words.
+    #[error("{0}")]
+    Words(String),
 }

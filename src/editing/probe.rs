@@ -148,7 +148,7 @@ impl Episode {
     /// When a question is too long for the model, or the arena has no room.
     pub fn draw(encoder: &Encoder<'_>, count: usize, kept_back: bool, seed: u64) -> Result<Self, EditError> {
         let few = count.min(ASKED);
-        let mut facts = Drawn::draw(seed, count + few, kept_back, |word| encoder.is_one_token(word));
+        let mut facts = Drawn::draw(seed, count + few, kept_back, |word| encoder.is_one_token(word))?;
         let never = facts.split_off(count);
         let asked = (0..few).map(|at| at * count / few).collect();
         let questions = |template: &str| never.iter().map(|one| one.ask(template)).collect::<Vec<_>>();

@@ -1,9 +1,9 @@
 //! A memory of facts in a file: its matrices as f64 tensors, with its name, its shape and a hash of all of these.
 
 use super::matrix::Matrix;
-use super::{EpisodicError, FactMemory, FactShape, Facts};
+use super::{EpisodicError, FactMemory, FactShape, Facts, MOST_FACTS};
 use crate::memory::{Arena, Label};
-use crate::tensor::file::{self, Output, TensorFile};
+use crate::tensor::file::{self, Entry, Output, TensorFile};
 use safetensors::Dtype;
 use std::collections::HashMap;
 use std::path::Path;
@@ -50,9 +50,17 @@ impl Facts {
             found.parse().map_err(|_| wrong(format!("its {key} is '{found}', which is no count")))
         };
         let (name, shape) = (text("memory")?, FactShape { width: count("width")?, most_facts: count("most_facts")? });
+        let entries = stored.entries()?;
+        // Before anything is made of that size.
+        let is_there = |entry: &Entry| entry.shape.last() == Some(&shape.width);
+        if shape.width == 0 || !entries.iter().any(is_there) || !(1..=MOST_FACTS).contains(&shape.most_facts) {
+            let FactShape { width, most_facts } = shape;
+            return Err(wrong(format!(
+                "it says that it holds {most_facts} facts of {width} numbers, which its tensors do not"
+            )));
+        }
         let mut facts = FactMemory::parse(&name)?.open(&shape, arena)?;
         facts.origin = stored.metadata("origin").unwrap_or_default();
-        let entries = stored.entries()?;
         for (name, part) in facts.parts() {
             let entry = entries.iter().find(|entry| entry.name == name);
             let entry = entry.ok_or_else(|| wrong(format!("it has no tensor '{name}'")))?;

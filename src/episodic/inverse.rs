@@ -78,6 +78,15 @@ fn newton(a: &Matrix, steps: usize, arena: &Arena) -> Result<Matrix, EpisodicErr
         }
         x.iter_mut().zip(product.iter()).for_each(|(x, product)| *x = 2.0 * *x - product);
     }
+    // The power method may have fallen short of the largest. What converges is from below a projection, whose diagonal is 0 to 1.
+    match rows <= columns {
+        true => inner.set_product(a, &x),
+        false => inner.set_product(&x, a),
+    }
+    let converges = (0..few).all(|index| (-0.01..=1.01).contains(&inner.row(index)[index]));
+    if !converges {
+        return Err(EpisodicError::Diverges { largest, most: (2.0 / START).sqrt() });
+    }
     Ok(x)
 }
 

@@ -66,7 +66,7 @@ impl Ring {
     /// Takes a vector out; `false` where it is not there. Later ones move up, so that the next is written to the place that is free and
     /// replaces none.
     pub(super) fn remove(&mut self, fact: &[f64]) -> bool {
-        let (slots, width, next) = (self.facts.rows(), self.facts.columns(), self.next[0] as usize);
+        let (slots, width, next) = (self.facts.rows(), self.facts.columns(), self.next[0] as usize % self.facts.rows());
         let Some(mut at) = (0..slots).find(|&index| self.facts.row(index) == fact) else { return false };
         while (at + 1) % slots != next {
             let later = (at + 1) % slots;

@@ -347,6 +347,11 @@ pub fn code(bits: usize, codes: &[u8], element: usize) -> u8 {
     (two >> (bit % 8)) as u8 & ((1 << bits) - 1)
 }
 
+/// The level nearest to `x` among ascending ones: how many midpoints of neighbours lie below.
+pub fn nearest_level(levels: &[f32], x: f32) -> u8 {
+    levels.windows(2).filter(|pair| x > (pair[0] + pair[1]) / 2.0).count() as u8
+}
+
 /// The largest magnitude; NaN if one is there.
 pub fn largest(row: &[f32]) -> f32 {
     // Bits of magnitudes are ordered as these are, and NaN lies above infinity.

@@ -2,7 +2,7 @@
 //!
 //! 18 bytes for 32 elements, laid out as `q4_0`: 4.5 bits.
 
-use super::blocks::{Blocks, half_at, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{Blocks, half_at, nearest_level, nibble, nibbles, put_half, put_nibbles};
 use super::fit::{put_not_finite, symmetric};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
@@ -24,9 +24,9 @@ pub const LEVELS: [f32; 16] = {
     levels
 };
 
-/// The nearest level: how many midpoints of neighbours lie below.
+/// The nearest level.
 pub fn nearest(x: f32) -> usize {
-    LEVELS.windows(2).filter(|pair| x > (pair[0] + pair[1]) / 2.0).count()
+    nearest_level(&LEVELS, x).into()
 }
 
 impl Blocks for Iq4Nl {

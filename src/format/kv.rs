@@ -375,13 +375,15 @@ mod tests {
         let error = check("kivi:bits=4", 159).unwrap_err();
         assert!(error.contains("codes no token before there are 160, and there are 159"), "{error}");
         assert!(check("q4_0:recent=64,first=4", 68).unwrap_err().contains("before there are 69, and there are 68"));
-        // As many as a number holds, and more.
-        let most = usize::MAX;
+        // As many as can be asked for, and more.
+        let most = 1 << 30;
         for text in
             [format!("int8:recent={most}"), format!("int8:first={most},recent=1"), format!("kivi:recent={most}")]
         {
             assert!(check(&text, 1024).unwrap_err().contains("and there are 1024"), "{text}");
         }
+        let error = format!("int8:recent={}", usize::MAX).parse::<KvFormat>().unwrap_err().to_string();
+        assert!(error.contains("it must be a whole number of at most 1073741824"), "{error}");
         for text in ["int4-channel", "k=f32,v=int4-channel:group=64"] {
             let error = check(text, 1024).unwrap_err();
             assert!(error.contains("is a format of keys: its scales run along a channel"), "{error}");

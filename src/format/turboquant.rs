@@ -7,7 +7,7 @@
 //! Hadamard matrix (`hadamard.rs`) in place of a random one, and a long row has a length for each group. There is no second
 //! code of the residual (QJL), which makes inner products unbiased at one bit more.
 
-use super::blocks::{self, Blocks, code, codes, half_at, put_codes, put_half};
+use super::blocks::{self, Blocks, code, codes, half_at, nearest_level, put_codes, put_half};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
@@ -135,9 +135,7 @@ impl Blocks for TurboQuant {
         let square = block.iter().map(|x| x * x).sum::<f32>() / block.len() as f32;
         let scale = put_half(behind, 0, square.sqrt());
         let levels = &self.levels()[..1 << self.bits];
-        // How many midpoints of neighbouring levels lie below.
-        let nearest = |x: f32| levels.windows(2).filter(|pair| x > (pair[0] + pair[1]) / 2.0).count() as u8;
-        put_codes(self.bits, |index| nearest(block[index] / scale), codes);
+        put_codes(self.bits, |index| nearest_level(levels, block[index] / scale), codes);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

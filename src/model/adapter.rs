@@ -107,9 +107,19 @@ impl Adapter {
                 return Err(wrong(format!("{key} is {value}; only {expected} is read")));
             }
         }
-        for key in ["modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"] {
+        let plain_only = [
+            "modules_to_save",
+            "rank_pattern",
+            "alpha_pattern",
+            "layer_replication",
+            "alora_invocation_tokens",
+            "target_parameters",
+            "trainable_token_indices",
+            "use_qalora",
+        ];
+        for key in plain_only {
             let is_empty = |value: &&Value| match value {
-                Value::Null => true,
+                Value::Null | Value::Bool(false) => true,
                 Value::Array(all) => all.is_empty(),
                 Value::Object(all) => all.is_empty(),
                 _ => false,
@@ -122,8 +132,15 @@ impl Adapter {
         let rank = rank.ok_or_else(|| wrong("its r is no rank; it must be a whole number above 0".into()))? as usize;
         let alpha = map.get("lora_alpha").and_then(Value::as_f64);
         let alpha = alpha.ok_or_else(|| wrong("it has no lora_alpha".into()))?;
-        let by = if map.get("use_rslora") == Some(&Value::Bool(true)) { (rank as f64).sqrt() } else { rank as f64 };
+        let by = match map.get("use_rslora") {
+            Some(Value::Bool(true)) => (rank as f64).sqrt(),
+            None | Some(Value::Null | Value::Bool(false)) => rank as f64,
+            Some(other) => return Err(wrong(format!("use_rslora is {other}; it must be true or false"))),
+        };
         let scale = (alpha / by) as f32;
+        if !scale.is_finite() {
+            return Err(wrong(format!("lora_alpha is {alpha}; it must be a number of f32")));
+        }
         let modules = modules(folder, rank)?;
         Ok(Some(Adapter { path: folder.join(WEIGHTS), scale, rank, modules }))
     }

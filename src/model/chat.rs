@@ -14,6 +14,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
+/// Most steps of a template.
+const MOST_STEPS: u64 = 10_000_000;
+
 /// What a user might say in no task: the place of the words in a rendered prompt.
 const WORDS: &str = "\u{e000}";
 
@@ -86,7 +89,12 @@ impl ChatTemplate {
             }
             source => source.as_str().map(String::from),
         };
-        let beside = std::fs::read_to_string(model.join("chat_template.jinja")).ok();
+        let path = model.join("chat_template.jinja");
+        let beside = match std::fs::read_to_string(&path) {
+            Ok(template) => Some(template),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            Err(error) => return Err(ModelError::Config { path, reason: error.to_string() }),
+        };
         Ok(Self::found(model, beside.or_else(|| of_config(&config)), token("bos_token"), token("eos_token")))
     }
 
@@ -110,6 +118,8 @@ impl ChatTemplate {
     /// When the template is no Jinja, or refuses the conversation.
     pub fn render(&self, messages: &[Message], answer: bool) -> Result<String, ModelError> {
         let mut jinja = Environment::new();
+        // A template comes with the model: it must end.
+        jinja.set_fuel(Some(MOST_STEPS));
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         jinja.set_syntax(syntax.expect("the delimiters are Jinja's own"));
         jinja.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);

@@ -46,7 +46,7 @@ pub use quantise::{Calibration, Mixture, Planned, Quantised, Recipe, Scaled};
 pub use quantise::{quantise, quantise_folder, quantise_scaled};
 pub use recall::Recall;
 pub use repeat::{Gradients, Repeat};
-pub use sample::{Sampler, Sampling};
+pub use sample::{Sampler, Sampling, likeliest};
 pub use sequences::sequences;
 pub use text::Text;
 pub use weights::Weights;

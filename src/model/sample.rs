@@ -29,28 +29,40 @@ pub struct Sampler {
     ranked: Vec<(u32, f64)>,
 }
 
+/// The likeliest token; of equal logits the one of the smaller number.
+///
+/// # Errors
+/// When a logit is no number.
+pub fn likeliest(logits: &[f32]) -> Result<u32, ModelError> {
+    if let Some(token) = logits.iter().position(|logit| !logit.is_finite()) {
+        return Err(ModelError::Logit { logit: logits[token], token: token as u32 });
+    }
+    Ok((0..logits.len()).fold(0, |best, at| if logits[at] > logits[best] { at } else { best }) as u32)
+}
+
 impl Sampler {
     /// From the seed on.
     pub fn new(sampling: Sampling) -> Self {
         Sampler { sampling, rng: ChaCha8Rng::seed_from_u64(sampling.seed), ranked: Vec::new() }
     }
 
-    /// The next token. Of equal logits the token of the smaller number comes first.
+    /// The next token.
     ///
     /// # Errors
     /// When a logit is no number.
     pub fn next(&mut self, logits: &[f32]) -> Result<u32, ModelError> {
-        if let Some(token) = logits.iter().position(|logit| !logit.is_finite()) {
-            return Err(ModelError::Logit { logit: logits[token], token: token as u32 });
-        }
-        let best = (0..logits.len()).fold(0, |best, at| if logits[at] > logits[best] { at } else { best });
+        let best = likeliest(logits)?;
         if self.sampling.temperature == 0.0 {
-            return Ok(best as u32);
+            return Ok(best);
         }
-        let weight = |logit: f32| (f64::from(logit - logits[best]) / f64::from(self.sampling.temperature)).exp();
+        let most = logits[best as usize];
+        let weight = |logit: f32| (f64::from(logit - most) / f64::from(self.sampling.temperature)).exp();
         self.ranked.clear();
         self.ranked.extend((0..).zip(logits.iter().map(|&logit| weight(logit))));
-        self.ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
+        // Without a limit any order does.
+        if self.sampling.top_p < 1.0 {
+            self.ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
+        }
         let total: f64 = self.ranked.iter().map(|(_, weight)| weight).sum();
         let mut among = 0.0;
         let mut last = 0;

@@ -20,7 +20,7 @@ struct Frequent {
 /// `cwe`.
 pub(super) const COMMON: TaskEntry = TaskEntry {
     name: "cwe",
-    about: "the ten words that stand most often in a numbered list",
+    about: "the ten entries that stand most often in a numbered list of words and pairs of others",
     origin: RULER,
     parameters: &[
         Parameter { name: "words", default: "10", about: "words that are asked for, at most 100" },
@@ -58,20 +58,17 @@ fn common(named: &Named) -> Result<Box<dyn Task>, NamedError> {
 impl Task for Common {
     /// A unit is another seldom word.
     fn write(&self, units: usize, draw: &Draw) -> Option<Sample> {
-        if self.words + units > 20_000 {
-            return None;
-        }
         let mut rng = draw.content();
         let common = text::distinct_words(&mut rng, self.words);
         let mut list: Vec<String> =
             common.iter().flat_map(|word| std::iter::repeat_n(word.to_string(), self.often)).collect();
-        // Pairs of words, so that there are enough; none is one of the common ones.
-        let others = text::distinct_pairs(&mut draw.filler(), units);
+        // Pairs of words, so that there are enough; no word of them is one of the common ones, which would stand there oftener than they should.
+        let others = text::distinct_pairs_without(&mut draw.filler(), units, &common)?;
         list.extend(others.into_iter().flat_map(|word| std::iter::repeat_n(word, self.seldom)));
         list.shuffle(&mut draw.places());
         let context: String = list.iter().enumerate().map(|(at, word)| format!(" {}. {word}", at + 1)).collect();
         let question = Question {
-            text: format!(" Question: which {} words are most common in the list?", self.words),
+            text: format!(" Question: which {} entries are most common in the list?", self.words),
             answer_prefix: " Answer:".into(),
             expected: format!(" {}.", common.join(", ")),
             rule: Rule::AllOf(common.iter().map(|word| word.to_string()).collect()),

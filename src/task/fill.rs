@@ -129,10 +129,15 @@ pub fn generate(
         let least_tokens = task.write(low, draw).map_or(0, |sample| length_tokens(&sample, tokens));
         return Err(TaskError::TooShort { task: name.into(), target_tokens, least_tokens });
     };
-    // Doubling, then halving: `low` fits, `high` does not.
+    // Doubling, then halving: `low` fits, `high` does not. A unit is a token at least, or texts get no longer however much they say.
+    let most = low + target_tokens;
     let mut step = 1;
     let mut high = loop {
         match fits(low + step) {
+            Some(sample) if low + step > most => {
+                let piece = sample.context.chars().take(40).collect();
+                return Err(TaskError::Token { task: name.into(), piece, found: String::new() });
+            }
             Some(sample) => {
                 (low, best) = (low + step, sample);
                 step *= 2;

@@ -30,7 +30,7 @@ pub struct Sample {
     pub context: String,
     /// What may be asked of it, each by itself after the context.
     pub questions: Vec<Question>,
-    /// Where in the context the needle lies, 0 its beginning and 1 its end; only where there is one needle.
+    /// Where in the context the needle lies, 0 its beginning and 1 its end; only where one needle is asked for.
     pub depth: Option<f64>,
 }
 

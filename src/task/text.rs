@@ -170,6 +170,15 @@ pub fn distinct_pairs(rng: &mut impl Rng, count: usize) -> Vec<String> {
     index::sample(rng, all, count).into_iter().map(pair).collect()
 }
 
+/// As [`distinct_pairs`], of words other than `taken`; `None` where there are not so many.
+pub fn distinct_pairs_without(rng: &mut impl Rng, count: usize, taken: &[&str]) -> Option<Vec<String>> {
+    let free = |words: &[&'static str]| words.iter().copied().filter(|word| !taken.contains(word)).collect::<Vec<_>>();
+    let (nouns, adjectives) = (free(&NOUNS[..]), free(&ADJECTIVES[..]));
+    let all = nouns.len() * adjectives.len();
+    let pair = |at: usize| format!("{} {}", adjectives[at / nouns.len()], nouns[at % nouns.len()]);
+    (count <= all).then(|| index::sample(rng, all, count).into_iter().map(pair).collect())
+}
+
 /// A number of exactly `digits` digits, the first of them not 0.
 pub fn number(rng: &mut impl Rng, digits: usize) -> String {
     let digit = |at: usize| char::from(b'0' + rng.random_range(u8::from(at == 0)..10));

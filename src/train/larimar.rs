@@ -304,14 +304,14 @@ fn asked(
 
 /// Tokens of facts to be fine-tuned in.
 fn tuned_in(encoder: &Encoder<'_>) -> Result<Vec<Vec<u32>>, TrainError> {
-    let facts = Drawn::draw(HELD_OUT_SEED, TUNED_IN, false, |word| encoder.is_one_token(word));
+    let facts = Drawn::draw(HELD_OUT_SEED, TUNED_IN, false, |word| encoder.is_one_token(word))?;
     let statement = |fact: Fact| encoder.prompt(&format!("{}{}", fact.stem, fact.value));
     Ok(facts.iter().map(|one| statement(one.fact())).collect::<Result<_, _>>()?)
 }
 
 /// Facts with the encodings of their values.
 fn pool(encoder: &Encoder<'_>, maps: &Maps, seed: u64) -> Result<Pool, TrainError> {
-    let facts = Drawn::draw(seed, POOL, false, |word| encoder.is_one_token(word));
+    let facts = Drawn::draw(seed, POOL, false, |word| encoder.is_one_token(word))?;
     let texts: Vec<Fact> = facts.iter().map(Drawn::fact).collect();
     let states = encoder.facts(&texts)?;
     let value = |state: &Encoded| state.value.as_ref().map(|value| maps.value.apply(value)).unwrap_or_default();
@@ -322,7 +322,7 @@ fn pool(encoder: &Encoder<'_>, maps: &Maps, seed: u64) -> Result<Pool, TrainErro
 
 /// Tokens of the longest question of training with its placeholders.
 fn length(encoder: &Encoder<'_>) -> Result<usize, TrainError> {
-    let drawn = Drawn::draw(0, POOL, false, |word| encoder.is_one_token(word));
+    let drawn = Drawn::draw(0, POOL, false, |word| encoder.is_one_token(word))?;
     let mut longest = 0;
     for one in &drawn {
         for template in TRAINED {

@@ -103,6 +103,12 @@ fn a_folder_brings_its_template_in_one_of_three_ways() {
     assert_eq!(written().unwrap(), "j");
     std::fs::write(folder.join("chat_template.jinja"), "{% if %}").unwrap();
     assert!(said().contains("its chat template: ") && !said().contains('\n'), "{}", said());
+    let endless = "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}";
+    std::fs::write(folder.join("chat_template.jinja"), endless).unwrap();
+    assert!(said().contains("its chat template: ") && said().contains("fuel"), "{}", said());
+    // Not a template of before, where there is one that cannot be read.
+    std::fs::write(folder.join("chat_template.jinja"), [0xff, 0xfe]).unwrap();
+    assert!(said().contains("chat_template.jinja") && said().contains("UTF-8"), "{}", said());
 }
 
 /// Under every protocol the tokens of a prompt, put together, are what the template writes of context and question, and the

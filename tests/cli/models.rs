@@ -253,6 +253,7 @@ fn mistakes_in_generating_are_one_line_and_status_2() {
             "'--prompt <TEXT>' cannot be used with '--question <TEXT>'",
         ),
         ("llama", vec!["--prompt", "w5", "--top-p", "0"], "--top-p is 0; it must be above 0 and at most 1"),
+        ("llama", vec!["--prompt", "w5", "--top-p", "0.5"], "--top-p is 0.5 and --temperature 0"),
         ("llama", vec!["--prompt", "w5", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (
             "llama",

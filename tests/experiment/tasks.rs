@@ -204,6 +204,38 @@ fn a_tokenizer_that_loses_what_a_task_needs_is_refused() {
     assert!(generate("copy", &*task("copy").unwrap(), 500, &Draw::new(1, 0), &tokens).is_ok());
 }
 
+/// A tokenizer for which every text is the same token.
+struct OneToken;
+
+impl Tokens for OneToken {
+    fn encode(&self, _: &str) -> Vec<u32> {
+        vec![0]
+    }
+    fn decode(&self, _: &[u32]) -> String {
+        "?".into()
+    }
+}
+
+#[test]
+fn a_tokenizer_by_which_texts_get_no_longer_is_refused() {
+    for name in ["niah-single-2", "cwe"] {
+        let error = generate(name, &*task(name).unwrap(), 256, &Draw::new(1, 0), &OneToken).unwrap_err();
+        assert!(matches!(error, TaskError::Token { .. }), "{error}");
+    }
+}
+
+#[test]
+fn the_words_that_are_most_common_in_a_list_are_those_that_are_asked_for() {
+    let tokens = Words::default();
+    for seed in 0..4 {
+        let sample = generate("cwe", &*task("cwe").unwrap(), 6000, &Draw::new(seed, 0), &tokens).unwrap();
+        let asked = sample.questions[0].expected.trim_matches([' ', '.']).split(", ").collect::<Vec<_>>();
+        for word in asked {
+            assert_eq!(sample.context.split_whitespace().filter(|other| *other == word).count(), 6, "{word}");
+        }
+    }
+}
+
 #[test]
 fn names_and_parameters_that_mean_nothing_are_refused() {
     for (text, expected) in [

@@ -321,6 +321,12 @@ fn what_cannot_be_is_said_in_one_line() {
     long.iter_mut().for_each(|value| *value *= 100.0);
     let diverges = open("larimar:slots=4,write=episode").unwrap().write(&long, &mut quiet);
     assert!(matches!(diverges, Err(EpisodicError::Diverges { .. })));
+    // A largest singular value just above what converges, among others of which the power method can hardly tell it.
+    let mut near = drawn(8, 8, 0);
+    near.fill(0.0);
+    (0..8).for_each(|at| near[at * 9] = if at == 0 { 63.35 } else { 63.18 });
+    let diverges = open("larimar:slots=8,noise=0,write=episode").unwrap().write(&near, &mut quiet);
+    assert!(matches!(diverges, Err(EpisodicError::Diverges { .. })));
 }
 
 #[test]

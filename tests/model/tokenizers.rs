@@ -53,6 +53,9 @@ fn tokens_are_those_of_sentencepiece() {
     }
     let text = file(folder.path(), &[keys(&fixture), vec![("add_bos_token", json!(false))]].concat());
     assert!(text.beginning().unwrap().is_empty());
+    let marked = vec![("add_bos_token", json!(false)), ("add_eos_token", json!(true)), ("eos_token_id", json!(2))];
+    let text = file(folder.path(), &[keys(&fixture), marked].concat());
+    assert_eq!(text.tokens("a").unwrap().last(), Some(&2));
 }
 
 #[test]

@@ -449,14 +449,14 @@ fn an_experiment_reads_the_folder_that_a_policy_names() {
             limit_bytes: 1 << 30,
             repro: "kvsieve run x.toml".into(),
         };
-        let done = run(&experiment, &Registry::default(), &Cpu::new(Some(2)).unwrap(), &options, &mut |_| ()).unwrap();
-        let of_folder = done.records.into_iter().find(|record| record.cell.policy_file.is_some()).unwrap();
-        (of_folder.status, of_folder.reason.unwrap_or_default())
+        run(&experiment, &Registry::default(), &Cpu::new(Some(2)).unwrap(), &options, &mut |_| ())
     };
-    assert_eq!(go("first"), (Status::Ok, String::new()));
+    let records = go("first").unwrap().records;
+    let of_folder = records.iter().find(|record| record.cell.policy_file.is_some()).unwrap();
+    assert_eq!((of_folder.status, &of_folder.reason), (Status::Ok, &None));
     std::fs::write(&table, "0.9 0.1\n0.2 0.8\n").unwrap();
-    let (status, reason) = go("second");
-    assert!(status == Status::Failed && reason.contains("has changed since the experiment was read"), "{reason}");
+    let error = go("second").err().unwrap().to_string();
+    assert!(error.contains("has changed since the experiment was read"), "{error}");
 }
 
 #[test]

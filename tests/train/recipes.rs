@@ -214,7 +214,7 @@ fn gguf_file(folder: &Path, kind: Kind) -> PathBuf {
             bytes.chunks_exact_mut(4).for_each(|number| number[..2].fill(0));
         }
     }
-    let own: [(&str, serde_json::Value); 8] = [
+    let own: [(&str, serde_json::Value); 9] = [
         ("ggml.model", "gpt2".into()),
         ("ggml.pre", "gpt-2".into()),
         ("ggml.tokens", tokens.into()),
@@ -222,6 +222,7 @@ fn gguf_file(folder: &Path, kind: Kind) -> PathBuf {
         ("ggml.merges", serde_json::json!([])),
         ("ggml.bos_token_id", 0.into()),
         ("ggml.add_bos_token", true.into()),
+        ("ggml.eot_token_id", 2.into()),
         ("chat_template", "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}".into()),
     ];
     parts.keys.extend(own.map(|(key, value)| (format!("tokenizer.{key}"), value)));

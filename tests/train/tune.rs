@@ -150,6 +150,11 @@ fn an_adapters_folder_is_a_model_of_every_command_and_of_its_base_alone() {
     };
     refused(&with("r", json!(5)), "of rank 4; adapter_config.json says 5");
     refused(&with("use_dora", json!(true)), "use_dora is true; only false is read");
+    refused(
+        &with("alora_invocation_tokens", json!([5])),
+        "alora_invocation_tokens is [5]; adapters with it are not read",
+    );
+    refused(&with("use_rslora", json!(1)), "use_rslora is 1; it must be true or false");
     refused(&with("base_model_name_or_path", json!("nowhere")), "its base 'nowhere' is not there");
     let other = Path::new("tests/checkpoints/llama").canonicalize().unwrap();
     refused(&with("base_model_name_or_path", json!(other)), "it was trained on another model");

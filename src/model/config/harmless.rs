@@ -89,8 +89,10 @@ const NAMES: [&str; 68] = [
 ];
 
 /// Options that some folders state and that are what every family here does anyway, at these values (as JSON).
-const AS_USUAL: [(&str, &str); 4] =
-    [("activation", "\"swiglu\""), ("full_attn_mod", "1"), ("interpolate_factor", "1"), ("rms_norm", "true")];
+const AS_USUAL: [(&str, &str); 3] = [("activation", "\"swiglu\""), ("full_attn_mod", "1"), ("interpolate_factor", "1")];
+
+/// Options that are on in every family here, so that a folder that switches one off is not what is run.
+const ON: [&str; 6] = ["causal", "is_causal", "rms_norm", "rope", "use_rope", "use_rotary"];
 
 /// Ends of names that are bookkeeping: dropout acts in training only, the tokens of these names mark text.
 const ENDS: [&str; 9] = [
@@ -111,6 +113,9 @@ const BEGINNINGS: [&str; 4] = ["unsloth_", "summary_", "tokenizer_", "dms_"];
 
 /// Whether a key that nobody reads can be left out without another result.
 pub(super) fn is_harmless(key: &str, value: &Value) -> bool {
+    if ON.contains(&key) {
+        return matches!(value, Value::Null | Value::Bool(true));
+    }
     says_nothing(value)
         || NAMES.contains(&key)
         || ENDS.iter().any(|end| key.ends_with(end))

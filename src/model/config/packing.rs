@@ -207,7 +207,7 @@ fn fp8(inner: &Fields<'_>) -> Result<Packing, String> {
         }
     }
     // AutoFP8 has one scale for a matrix, and one for the inputs of a layer where these are static.
-    let Some(size) = inner.value("weight_block_size").filter(|size| !size.is_null()) else { return Ok(Packing::Fp8) };
+    let Some(size) = inner.value("weight_block_size") else { return Ok(Packing::Fp8) };
     let of = |at: usize| size.get(at)?.as_u64().filter(|&n| (1..=1 << 20).contains(&n)).map(|n| n as usize);
     match size.as_array().filter(|size| size.len() == 2).and_then(|_| Some([of(0)?, of(1)?])) {
         Some(block) if block[1].is_multiple_of(32) => Ok(Packing::Fp8Blocks(block)),

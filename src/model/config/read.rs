@@ -229,7 +229,7 @@ fn windows(fields: &Fields<'_>, family: Family, layers: usize) -> Result<Vec<Opt
         Family::Llama => None,
         Family::Qwen2 | Family::Qwen3 if !used => None,
         // Left out it has a default; null is none.
-        Family::Mistral if !fields.has("sliding_window") => Some(4096),
+        Family::Mistral | Family::Qwen2 | Family::Qwen3 if !fields.has("sliding_window") => Some(4096),
         Family::Gemma2 => stated.or(Some(4096)),
         Family::Mistral | Family::Phi3 | Family::Qwen2 | Family::Qwen3 => stated,
     };
@@ -266,6 +266,14 @@ fn rope(fields: &Fields<'_>, family: Family, max_positions: usize, head_dim: usi
     let outer_original = fields.count("original_max_position_embeddings")?;
     let (newer, older) =
         (fields.object("rope_parameters", "rope_parameters.")?, fields.object("rope_scaling", "rope_scaling.")?);
+    let said = |key| fields.value(key).and_then(Value::as_object);
+    let differ = |(newer, older): (&Map<String, Value>, &Map<String, Value>)| {
+        older.iter().any(|(key, value)| newer.get(key).is_some_and(|other| other != value))
+            || older.keys().any(|key| !newer.contains_key(key) && key != "type")
+    };
+    if said("rope_parameters").zip(said("rope_scaling")).is_some_and(differ) {
+        return Err("rope_parameters and rope_scaling say different things; leave one of them out".into());
+    }
     let Some(inner) = newer.or(older) else {
         whole(outer_partial)?;
         return Ok(Rope { theta: outer_theta.unwrap_or(10_000.0), scaling: RopeScaling::None });
@@ -394,6 +402,16 @@ mod tests {
         assert_eq!(mistral(json!({})), (8, vec![Some(4096); 2]));
         let null = json!({"num_key_value_heads": null, "sliding_window": null});
         assert_eq!(mistral(null), (16, vec![None; 2]));
+        let qwen = |window: Value| {
+            let own =
+                json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true, "max_window_layers": 1});
+            let mut value = with(own);
+            if window != json!(false) {
+                value["sliding_window"] = window;
+            }
+            read(value).unwrap().windows
+        };
+        assert_eq!([qwen(json!(false)), qwen(Value::Null)], [vec![None, Some(4096)], vec![None; 2]]);
     }
 
     #[test]
@@ -443,6 +461,12 @@ mod tests {
             (json!({"logit_scale": 0.5}), "logit_scale is 0.5; this option is not known and may change results"),
             (json!({"rope_interleaved": true}), "rope_interleaved is true; this option is not known"),
             (json!({"is_decoder": true}), "is_decoder is true; this option is not known"),
+            (json!({"is_causal": false}), "is_causal is false; this option is not known"),
+            (json!({"rms_norm": false}), "rms_norm is false; this option is not known"),
+            (
+                json!({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 4}}),
+                "rope_parameters and rope_scaling say different things",
+            ),
             (json!({"pruned_heads": {"0": [1]}}), "pruned_heads is {\"0\":[1]}; this option"),
             (json!({"activation": "geglu"}), "activation is \"geglu\"; this option"),
             (json!({"full_attn_mod": 2}), "full_attn_mod is 2; this option"),

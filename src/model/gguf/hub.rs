@@ -28,7 +28,12 @@ pub(in crate::model) fn files_of_gguf(model: &Path) -> Result<Option<Vec<(&'stat
         "model_max_length": config["max_position_embeddings"],
     });
     for (key, id) in &generation {
-        let token = id.as_u64().and_then(|id| gguf.metadata.get("tokenizer.ggml.tokens")?.get(id as usize));
+        // Of several ends the first is the tokenizer's.
+        let token = id
+            .get(0)
+            .unwrap_or(id)
+            .as_u64()
+            .and_then(|id| gguf.metadata.get("tokenizer.ggml.tokens")?.get(id as usize));
         if let Some(token) = token {
             tokenizer[key.trim_end_matches("_id")] = token.clone();
         }
@@ -53,10 +58,11 @@ impl Gguf {
         map.insert("model_type".into(), family.model_type().into());
         map.insert("torch_dtype".into(), "bfloat16".into());
         // Left out, `transformers` would take tokens of another model for some of them.
-        for (key, own) in [("bos", "bos"), ("eos", "eos"), ("pad", "padding")] {
+        for (key, own) in [("bos", "bos"), ("pad", "padding")] {
             let id = self.metadata.get(&format!("tokenizer.ggml.{own}_token_id")).cloned();
             map.insert(format!("{key}_token_id"), id.unwrap_or(Value::Null));
         }
+        map.entry("eos_token_id").or_insert(Value::Null);
         // Likewise a length for which it was not made.
         map.entry("max_position_embeddings")
             .or_insert_with(|| self.config().map_or(Value::Null, |config| config.max_positions.into()));

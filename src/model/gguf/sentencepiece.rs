@@ -45,7 +45,7 @@ pub(super) fn tokenizer_json(metadata: &Map<String, Value>, tokens: &Tokens<'_>)
         "added_tokens": tokens.added(),
         "normalizer": { "type": "Sequence", "normalizers": normalizers },
         "pre_tokenizer": null,
-        "post_processor": post_processor(metadata, tokens, Some(1), true),
+        "post_processor": post_processor(metadata, tokens, Some(1), true)?,
         "decoder": { "type": "Sequence", "decoders": decoders },
         "model": {
             "type": "BPE", "dropout": null, "unk_token": unknown, "continuing_subword_prefix": null,

@@ -174,7 +174,7 @@ fn byte_level(metadata: &Map<String, Value>, tokens: &Tokens<'_>, pre: &str) -> 
         "added_tokens": tokens.added(),
         "normalizer": if cut.composed { json!({ "type": "NFC" }) } else { Value::Null },
         "pre_tokenizer": (cut.pre_tokenizer)(),
-        "post_processor": post_processor(metadata, tokens, None, cut.whole),
+        "post_processor": post_processor(metadata, tokens, None, cut.whole)?,
         "decoder": { "type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true },
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
@@ -184,24 +184,46 @@ fn byte_level(metadata: &Map<String, Value>, tokens: &Tokens<'_>, pre: &str) -> 
     }))
 }
 
-/// What puts the first token before every text, where the file, or else `wanted`, asks for that; `usual` is the one of files that
-/// do not say which it is.
+/// What puts the first token before every text, and the last behind it, where the file asks for that, or else `wanted` for the first;
+/// `usual` is the first one of files that do not say which it is.
+///
+/// # Errors
+/// When one of them is no token.
 pub(super) fn post_processor(
     metadata: &Map<String, Value>,
     tokens: &Tokens<'_>,
     usual: Option<u64>,
     wanted: bool,
-) -> Value {
+) -> Result<Value, String> {
     let key = |key: &str| metadata.get(&format!("tokenizer.ggml.{key}"));
-    let wanted = key("add_bos_token").and_then(Value::as_bool).unwrap_or(wanted);
-    let bos = key("bos_token_id").and_then(Value::as_u64).or(usual).filter(|_| wanted);
-    let Some((id, token)) = bos.and_then(|id| Some((id, *tokens.texts.get(id as usize)?))) else { return Value::Null };
-    let special = json!({ "SpecialToken": { "id": token, "type_id": 0 } });
+    let mark = |name: &str, usual: Option<u64>, wanted: bool| -> Result<Option<(u64, &str)>, String> {
+        let wanted = key(&format!("add_{name}_token")).and_then(Value::as_bool).unwrap_or(wanted);
+        let Some(id) = key(&format!("{name}_token_id")).and_then(Value::as_u64).or(usual).filter(|_| wanted) else {
+            return Ok(None);
+        };
+        let token = tokens.texts.get(id as usize).ok_or_else(|| {
+            format!("tokenizer.ggml.{name}_token_id is {id}; there are {} tokens", tokens.texts.len())
+        })?;
+        Ok(Some((id, *token)))
+    };
+    let (begin, end) = (mark("bos", usual, wanted)?, mark("eos", None, false)?);
+    if begin.or(end).is_none() {
+        return Ok(Value::Null);
+    }
+    let special = |(_, token): (u64, &str)| json!({ "SpecialToken": { "id": token, "type_id": 0 } });
     let sequence = |name: &str, type_id: usize| json!({ "Sequence": { "id": name, "type_id": type_id } });
-    json!({
+    let (begin_mark, end_mark) = (begin.map(special), end.map(special));
+    let with_marks =
+        |texts: &[Value]| -> Vec<Value> { begin_mark.iter().chain(texts).chain(&end_mark).cloned().collect() };
+    let marks: Map<String, Value> = begin
+        .into_iter()
+        .chain(end)
+        .map(|(id, token)| (token.to_string(), json!({ "id": token, "ids": [id], "tokens": [token] })))
+        .collect();
+    Ok(json!({
         "type": "TemplateProcessing",
-        "single": [special, sequence("A", 0)],
-        "pair": [special, sequence("A", 0), sequence("B", 1)],
-        "special_tokens": { token: { "id": token, "ids": [id], "tokens": [token] } },
-    })
+        "single": with_marks(&[sequence("A", 0)]),
+        "pair": with_marks(&[sequence("A", 0), sequence("B", 1)]),
+        "special_tokens": marks,
+    }))
 }

@@ -47,7 +47,11 @@ impl<'a> Found<'a> {
         let (mut files, mut tensors) = (Vec::new(), BTreeMap::new());
         for file in tensor_files(folder)? {
             for entry in file.entries()? {
-                tensors.insert(entry.name.clone(), (files.len(), entry));
+                let (path, name) = (file.path(), entry.name.clone());
+                if tensors.insert(name.clone(), (files.len(), entry)).is_some() {
+                    let reason = format!("tensor '{name}' is in another file of the folder too; leave one of them out");
+                    return Err(ModelError::Weights { path: path.into(), reason });
+                }
             }
             files.push(Arc::new(file));
         }

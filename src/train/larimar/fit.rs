@@ -2,7 +2,7 @@
 //! is taken whose states tell most written facts from others.
 
 use super::TrainError;
-use crate::editing::{Affine, Drawn, Encoded, Encoder, Fact, Maps, PREFIX, TRAINED, values, widths};
+use crate::editing::{Affine, Drawn, EditError, Encoded, Encoder, Fact, Maps, PREFIX, TRAINED, values, widths};
 use crate::episodic::matrix::cosine;
 use crate::memory::Arena;
 use crate::model::Config;
@@ -23,7 +23,7 @@ const TRIED: usize = 4;
 pub(super) fn fit(encoder: &Encoder<'_>, seed: u64, arena: &Arena) -> Result<Maps, TrainError> {
     let config = &encoder.model.config;
     let layers = layers(config);
-    let Texts { keys, values, written, cues } = Texts::draw(encoder, seed);
+    let Texts { keys, values, written, cues } = Texts::draw(encoder, seed)?;
     let keys = encoder.questions_at(&layers, &keys)?;
     let values = encoder.facts_at(&layers, &values)?;
     let written = encoder.facts_at(&layers, &written)?;
@@ -71,25 +71,25 @@ struct Texts {
 }
 
 impl Texts {
-    fn draw(encoder: &Encoder<'_>, seed: u64) -> Self {
+    fn draw(encoder: &Encoder<'_>, seed: u64) -> Result<Self, EditError> {
         let usable = |word: &str| encoder.is_one_token(word);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut keys = Vec::with_capacity(FITTED * (TRAINED.len() + AMONG_WORDS));
-        for one in Drawn::draw(seed, FITTED, false, usable) {
+        for one in Drawn::draw(seed, FITTED, false, usable)? {
             keys.extend(TRAINED.iter().map(|template| one.ask(template)));
             keys.extend((0..AMONG_WORDS).map(|_| one.among_words(&mut rng)));
         }
-        let words = values(false, usable);
-        let drawn = Drawn::draw(seed + 1, words.len() * KEYS_OF_A_VALUE, false, usable);
+        let words = values(false, usable)?;
+        let drawn = Drawn::draw(seed + 1, words.len() * KEYS_OF_A_VALUE, false, usable)?;
         let values = drawn.iter().enumerate().map(|(at, one)| Fact::new(&one.key, words[at / KEYS_OF_A_VALUE]));
-        let drawn = Drawn::draw(seed + 2, 2 * CALIBRATED, false, usable);
+        let drawn = Drawn::draw(seed + 2, 2 * CALIBRATED, false, usable)?;
         let mut rng = ChaCha8Rng::seed_from_u64(seed + 2);
-        Texts {
+        Ok(Texts {
             keys,
             values: values.collect(),
             written: drawn[..CALIBRATED].iter().map(Drawn::fact).collect(),
             cues: drawn.iter().map(|one| one.among_words(&mut rng)).collect(),
-        }
+        })
     }
 }
 
