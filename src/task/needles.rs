@@ -75,7 +75,7 @@ entry!(MULTIKEY_3, "niah-multikey-3", "a code among other codes' codes", DEPTH, 
 entry!(MULTIVALUE, "niah-multivalue", "all four numbers of one key in an essay", &[], values: 4);
 entry!(MULTIQUERY, "niah-multiquery", "the numbers of four keys in an essay, asked at once", &[], keys: 4, queries: 4);
 
-/// `count` different pieces.
+/// `count` pieces: keys of words differ, numbers and codes are drawn one by one.
 fn pieces(kind: Piece, rng: &mut impl Rng, count: usize) -> Vec<String> {
     match kind {
         Piece::Words => text::distinct_pairs(rng, count),

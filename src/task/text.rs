@@ -173,7 +173,7 @@ pub fn distinct_pairs(rng: &mut impl Rng, count: usize) -> Vec<String> {
 /// As [`distinct_pairs`], of words other than `taken`; `None` where there are not so many.
 pub fn distinct_pairs_without(rng: &mut impl Rng, count: usize, taken: &[&str]) -> Option<Vec<String>> {
     let free = |words: &[&'static str]| words.iter().copied().filter(|word| !taken.contains(word)).collect::<Vec<_>>();
-    let (nouns, adjectives) = (free(&NOUNS[..]), free(&ADJECTIVES[..]));
+    let (nouns, adjectives) = (free(NOUNS), free(ADJECTIVES));
     let all = nouns.len() * adjectives.len();
     let pair = |at: usize| format!("{} {}", adjectives[at / nouns.len()], nouns[at % nouns.len()]);
     (count <= all).then(|| index::sample(rng, all, count).into_iter().map(pair).collect())

@@ -209,10 +209,11 @@ impl method::Method for Tune<'_> {
     }
 
     fn begin(&mut self, progress: &Progress, tell: Tell<'_>) -> Result<(), TrainError> {
-        match progress.step {
-            0 => self.judge(0, tell),
-            _ => Ok(self.tuned.refresh(self.cpu)),
+        if progress.step == 0 {
+            return self.judge(0, tell);
         }
+        self.tuned.refresh(self.cpu);
+        Ok(())
     }
 
     fn step(&mut self, progress: &Progress) -> Result<Step, TrainError> {

@@ -193,11 +193,12 @@ fn what_is_wrong_with_a_file_is_said_in_one_line() {
         refused(&parts.bytes())
     };
     type Change<'a> = &'a dyn Fn(&mut Parts);
-    let cases: [(Change<'_>, &str); 8] = [
+    let cases: [(Change<'_>, &str); 9] = [
         (&|parts| parts.tensors[0].2 = 42, "type number 42 of ggml; read are F32, F16, BF16, Q4_0"),
         (&|parts| parts.tensors[0].1 = vec![u64::MAX, 3], "is not whole blocks of f32"),
         (&|parts| parts.keys[0].1 = json!("mamba"), "general.architecture is 'mamba'; known: llama, qwen2"),
         (&|parts| drop(parts.tensors.remove(3)), "there is no tensor"),
+        (&|parts| parts.tensors.retain(|(name, ..)| name != "output_norm.weight"), "no tensor 'output_norm.weight'"),
         (&|parts| parts.tensors[3].0 += "s", "there is no tensor"),
         (
             &|parts| parts.tensors.push(("rope_freqs.weight".into(), vec![1], 0, vec![0, 0, 128, 63])),
@@ -222,6 +223,7 @@ fn what_is_wrong_with_a_file_is_said_in_one_line() {
         ("rope.dimension_count", json!(4), "llama.rope.dimension_count is 4; of such a model it must be 8"),
         ("rope.scaling.attn_factor", json!(0.5), "llama.rope.scaling.attn_factor is 0.5; of such a model it must be 1"),
         ("expert_count", json!(8), "llama.expert_count is 8; of such a model it must be 0"),
+        ("attention.head_count_kv", json!([2, 2]), "llama.attention.head_count_kv is [2,2]; it must be"),
     ] {
         let key = format!("llama.{key}");
         let said = changed(&|parts| {

@@ -57,9 +57,18 @@ impl Gguf {
     pub fn config(&self) -> Result<Config, ModelError> {
         let wrong = |reason| ModelError::Config { path: self.path().into(), reason };
         let keys = self.keys().map_err(wrong)?;
-        let config = Config::from_json(&keys).map_err(wrong)?;
+        let config = Config::from_json(&keys).map_err(|reason| wrong(self.in_own_keys(&reason)))?;
         self.check_keys(&config).and_then(|()| self.check_rope(&config)).map_err(wrong)?;
         Ok(config)
+    }
+
+    /// What is said of a key of `config.json`, of the one that this file has in its place.
+    fn in_own_keys(&self, reason: &str) -> String {
+        let own = KEYS.iter().find_map(|(own, key)| Some((own, reason.strip_prefix(key)?)));
+        match (own, self.family()) {
+            (Some((own, rest)), Ok((_, family))) if rest.starts_with(' ') => format!("{family}.{own}{rest}"),
+            _ => reason.into(),
+        }
     }
 
     /// Refuses keys of the architecture that may change what is computed, and are not known here.

@@ -4,7 +4,7 @@ use super::{Bytes, Matrix};
 use crate::format::RowFormat;
 use crate::memory::{Arena, Label};
 use crate::model::adapter::{Adapter, base};
-use crate::model::gguf::{Gguf, Located, is_gguf, more};
+use crate::model::gguf::{Gguf, Located, is_gguf, more, own_name};
 use crate::model::packed::{Module, Repacked, Tensors};
 use crate::model::{Config, ModelError};
 use crate::tensor::file::{Entry, TensorFile, read_as};
@@ -58,6 +58,12 @@ impl<'a> Found<'a> {
         Ok(Source::Folder(files, tensors))
     }
 
+    /// What a parameter is called in the file that it comes from.
+    fn own_name(&self, name: &str) -> String {
+        let own = matches!(self.source, Source::Gguf(_)).then(|| own_name(self.config, name)).flatten();
+        own.unwrap_or_else(|| name.into())
+    }
+
     fn wrong(&self, path: &Path, reason: String) -> ModelError {
         ModelError::Weights { path: path.into(), reason }
     }
@@ -84,7 +90,8 @@ impl<'a> Found<'a> {
         if let Some(packed) = self.packed(name, shape)? {
             return Ok(packed);
         }
-        let missing = || self.wrong(&self.folder, format!("there is no tensor '{name}', {shape:?} is needed"));
+        let missing =
+            || self.wrong(&self.folder, format!("there is no tensor '{}', {shape:?} is needed", self.own_name(name)));
         let (files, tensors) = match &self.source {
             Source::Folder(files, tensors) => (files, tensors),
             Source::Gguf(gguf) => {
@@ -173,7 +180,7 @@ impl<'a> Found<'a> {
             Source::Folder(_, tensors) => tensors.get(name).and_then(|(_, entry)| read_as(entry.dtype)),
             Source::Gguf(_) => None,
         };
-        let missing = || self.refused(format!("there is no tensor '{name}', {shape:?} is needed"));
+        let missing = || self.refused(format!("there is no tensor '{}', {shape:?} is needed", self.own_name(name)));
         Ok((RowFormat::plain(dtype.ok_or_else(missing)?), 0))
     }
 
