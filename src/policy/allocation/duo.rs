@@ -49,10 +49,6 @@ pub const ENTRY: PartEntry = PartEntry {
     ],
     build: |named, assets| {
         let (heads, last) = (named.number("heads", 0.5, 0.0..=1.0)?, named.count("last", 64, 1)?);
-        let measured_only = |alpha: &Option<Learned>| match (alpha, named.text("last")) {
-            (Some(_), Some(_)) => Err(named.wrong("last", "left out: gates tell which heads stream".into())),
-            _ => Ok(()),
-        };
         // A file that the text names is there for these gates; one for all policies may lack them.
         let is_named = !matches!(named.text(GATES.name), None | Some("auto"));
         let mut trained = Near { sink: 128, recent: 256 };
@@ -75,7 +71,9 @@ pub const ENTRY: PartEntry = PartEntry {
                 Ok(alpha)
             })?,
         };
-        measured_only(&alpha)?;
+        if alpha.is_some() && named.text("last").is_some() {
+            return Err(named.wrong("last", "left out: gates tell which heads stream".into()).into());
+        }
         let count = |key, least, trained| match named.text(key) {
             None | Some("auto") => Ok(trained),
             Some(_) => named.count(key, trained, least),

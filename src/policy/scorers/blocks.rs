@@ -37,11 +37,10 @@ impl Scorer for Blocks {
             AccumulatedAttention, FutureAttention, Gradients, HiddenStates, RecentAttention, Reconstruction,
         };
         let of_all = [RecentAttention, AccumulatedAttention, FutureAttention, HiddenStates, Reconstruction, Gradients];
+        let why = "'blocks' is for scores of keys, values or queries: attention is over the whole list, and a gate is the same in each \
+                   part";
         match self.needs().iter().any(|need| of_all.contains(need)) {
-            true => Err(
-                "'blocks' is for scores of keys, values or queries: attention is over the whole list, and a gate is the same \
-                         in each part",
-            ),
+            true => Err(why),
             false => self.scorer.check(),
         }
     }

@@ -23,7 +23,7 @@ fn norm(row: &[f32]) -> f32 {
 }
 
 impl Scorer for KeyDiff {
-    /// As near as the mean of the keys that are there is to that of all: its authors' threshold (arXiv 2504.15364).
+    /// Nearly: the mean of the keys that stay stands for that of all.
     fn is_absolute(&self) -> bool {
         true
     }
