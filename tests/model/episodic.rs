@@ -354,7 +354,12 @@ fn memories_are_saved_and_read_back_and_damage_is_noticed() {
         let whole = std::fs::read(&path).unwrap();
         let mut changed = whole.clone();
         *changed.last_mut().unwrap() ^= 1;
-        for damaged in [&whole[..whole.len() - 9], &whole[..20], &changed] {
+        // A width of which no tensor is, and more than there is memory for.
+        let end = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+        let header = String::from_utf8(whole[8..end].to_vec()).unwrap();
+        let header = header.replace(r#""width":"16""#, r#""width":"4611686018427387904""#);
+        let wide = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &whole[end..]].concat();
+        for damaged in [&whole[..whole.len() - 9], &whole[..20], &changed, &wide] {
             std::fs::write(&path, damaged).unwrap();
             let error = Facts::load(&path, &Arena::unlimited()).err().unwrap().to_string();
             assert!(error.contains("memory.safetensors") && !error.contains('\n'), "{error}");

@@ -66,3 +66,17 @@ fn coded_weights_take_the_bytes_of_their_rows() {
     assert_eq!(bytes(Some("f32")) - bytes(Some("int8")), saved as u64);
     assert_eq!(bytes(None), bytes(Some("f32")), "this checkpoint is f32");
 }
+
+#[test]
+fn a_tensor_in_two_files_of_a_folder_is_refused() {
+    let (from, folder) = (checkpoint("llama").folder, tempfile::tempdir().unwrap());
+    let at = |name: &str| folder.path().join(name);
+    std::fs::copy(from.join("config.json"), at("config.json")).unwrap();
+    for name in ["a.safetensors", "b.safetensors"] {
+        std::fs::copy(from.join("model.safetensors"), at(name)).unwrap();
+    }
+    let index = r#"{"weight_map": {"model.norm.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}}"#;
+    std::fs::write(at("model.safetensors.index.json"), index).unwrap();
+    let error = Model::open(folder.path(), &Arena::unlimited()).err().unwrap().to_string();
+    assert!(error.contains("b.safetensors") && error.contains("is in another file of the folder too"), "{error}");
+}

@@ -1,6 +1,6 @@
 //! `random`: every token draws a number once. A method is worth something above it; some are below.
 
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Scorer, Statistic, each_list};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
@@ -26,22 +26,20 @@ impl Scorer for Random {
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        let shape = context.call.shape;
-        for (list, scores) in scores.chunks_mut(shape.kv_len).enumerate() {
+        each_list(context, scores, &mut [], |list, scores, _| {
             let mut rng = ChaCha8Rng::seed_from_u64(context.seed);
-            rng.set_stream(context.list_number(list) as u64);
-            let len = context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
+            rng.set_stream(context.list_number(list.index) as u64);
             let mut next = 0;
-            for (slot, score) in scores[..len].iter_mut().enumerate() {
+            for (slot, score) in scores.iter_mut().enumerate() {
                 // The number belongs to the position: evicted again, a token has the same importance.
-                let position = (context.positions)(list, slot);
+                let position = list.position(slot);
                 if position != next {
                     rng.set_word_pos(position as u128);
                 }
                 next = position + 1;
                 *score = (rng.next_u32() >> 8) as f32 / (1 << 24) as f32;
             }
-        }
+        });
         Ok(())
     }
 }

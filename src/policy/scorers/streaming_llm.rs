@@ -3,7 +3,7 @@
 //! Kept tokens keep their positions; the paper's own form re-assigns positions inside the cache.
 
 use crate::named::Parameter;
-use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic};
+use crate::policy::{Context, Policy, PolicyEntry, PolicyError, Protect, Scorer, ScoringPlan, Statistic, each_list};
 
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
@@ -39,13 +39,9 @@ impl Scorer for StreamingLlm {
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        let shape = context.call.shape;
-        for (list, scores) in scores.chunks_mut(shape.kv_len).enumerate() {
-            let len = context.call.kv.len(list / shape.kv_heads, list % shape.kv_heads);
-            for (slot, score) in scores[..len].iter_mut().enumerate() {
-                *score = (context.positions)(list, slot) as f32;
-            }
-        }
+        each_list(context, scores, &mut [], |list, scores, _| {
+            scores.iter_mut().enumerate().for_each(|(slot, score)| *score = list.position(slot) as f32);
+        });
         Ok(())
     }
 }
