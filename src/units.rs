@@ -62,11 +62,14 @@ pub fn nanoseconds(count: f64) -> String {
     format!("{} {unit}", three_digits(value))
 }
 
-/// Three significant digits, without an exponent.
+/// Three significant digits, two between a tenth and 1, without an exponent.
 pub fn three_digits(value: f64) -> String {
     match value.abs() {
         magnitude if magnitude >= 99.95 => format!("{value:.0}"),
         magnitude if magnitude >= 9.995 => format!("{value:.1}"),
+        magnitude if magnitude > 0.0 && magnitude < 0.0995 => {
+            format!("{value:.*}", (2.0 - magnitude.log10().floor()).min(9.0) as usize)
+        }
         _ => format!("{value:.2}"),
     }
 }
@@ -128,6 +131,7 @@ mod tests {
         for (count, expected) in cases {
             assert_eq!(nanoseconds(count), expected);
         }
+        assert_eq!([0.0, 0.004, 0.0994, 0.55].map(three_digits), ["0.00", "0.00400", "0.0994", "0.55"]);
         assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
         assert_eq!((gib(3 << 29).as_str(), gb(16_060_522_496).as_str()), ("1.50", "16.06"));
         assert_eq!([512, 1024, 1000, 131_072, 1 << 20].map(tokens), ["512", "1K", "1000", "128K", "1M"]);

@@ -132,7 +132,7 @@ impl Params {
     /// Says whether the options are in range.
     ///
     /// # Errors
-    /// When the scale is not finite, the soft-cap not positive, or the window zero.
+    /// When the scale is not finite, the soft-cap not positive, one of them too large or too small for f32, or the window zero.
     pub fn check(&self) -> Result<(), AttentionError> {
         if !self.scale.is_finite() {
             return Err(AttentionError::Option(format!(
@@ -142,6 +142,19 @@ impl Params {
         }
         if let Some(cap) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(AttentionError::Option(format!("soft-cap is {cap}; it must be finite and above 0")));
+        }
+        // What the kernels multiply by, one after the other.
+        if !(self.scale * std::f32::consts::LOG2_E).is_finite() {
+            return Err(AttentionError::Option(format!(
+                "scale is {}; it must be at most 2.3e38, either way",
+                self.scale
+            )));
+        }
+        if let Some(cap) = self.softcap.filter(|cap| !(self.scale / cap).is_finite()) {
+            return Err(AttentionError::Option(format!(
+                "soft-cap is {cap} with a scale of {}; their quotient must be finite (f32 ends at 3.4e38)",
+                self.scale
+            )));
         }
         if self.window == Some(0) {
             return Err(AttentionError::Option("window is 0; it must be at least 1 (the query's own key)".into()));

@@ -29,7 +29,7 @@ impl WorkspaceSize {
     }
 }
 
-/// Scratch memory of a pass, reusable for passes that need as much or less.
+/// Scratch memory of a pass, reusable for passes that need as much or less; a shorter pass may need more.
 pub struct Workspace {
     /// Materialised score matrices.
     pub scores: Buffer<f32>,

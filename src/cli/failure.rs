@@ -134,7 +134,7 @@ impl From<ArenaError> for Failure {
 impl From<CpuError> for Failure {
     fn from(error: CpuError) -> Self {
         match error {
-            CpuError::Threads { .. } | CpuError::Isa(_) => Failure::Usage(error.into()),
+            CpuError::Threads { .. } | CpuError::Environment { .. } | CpuError::Isa(_) => Failure::Usage(error.into()),
             CpuError::System { .. } => Failure::Work(error.into()),
         }
     }

@@ -20,6 +20,12 @@ pub enum CpuError {
         /// The number asked for.
         threads: usize,
     },
+    /// The environment's number of threads is none.
+    #[error("RAYON_NUM_THREADS is '{text}'; it must be a whole number from 1 to 1024, or be left out")]
+    Environment {
+        /// What stands there.
+        text: String,
+    },
     /// The environment asks for an instruction path that is not there.
     #[error(transparent)]
     Isa(#[from] IsaError),
@@ -49,8 +55,15 @@ impl Cpu {
     /// When the number is not between 1 and 1024 or the system gives no threads.
     pub fn with_isa(threads: Option<usize>, isa: Isa) -> Result<Self, CpuError> {
         // rayon reads the variable too, but would try to start any number of threads.
-        let from_environment = || std::env::var("RAYON_NUM_THREADS").ok()?.parse().ok().filter(|&count| count > 0);
-        let threads = threads.or_else(from_environment);
+        let from_environment = || match std::env::var("RAYON_NUM_THREADS") {
+            // As rayon has it, 0 is every core.
+            Ok(text) => match text.parse::<usize>() {
+                Ok(count) => Ok(Some(count).filter(|&count| count > 0)),
+                Err(_) => Err(CpuError::Environment { text }),
+            },
+            Err(_) => Ok(None),
+        };
+        let threads = threads.map_or_else(from_environment, |threads| Ok(Some(threads)))?;
         if let Some(threads) = threads.filter(|threads| !(1..=1024).contains(threads)) {
             return Err(CpuError::Threads { threads });
         }

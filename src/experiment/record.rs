@@ -193,11 +193,15 @@ impl Record {
             for (field, values) in [
                 ("sample_scores", &answers.sample_scores),
                 ("sample_kl_nats", &answers.sample_kl_nats),
+                ("sample_nll_nats", &answers.sample_nll_nats),
                 ("sample_depths", &answers.sample_depths),
             ] {
                 if ![0, answers.samples].contains(&values.len()) {
                     return wrong(field, values.len(), "samples", answers.samples);
                 }
+            }
+            if let Some(mean) = answers.accuracy.map(|share| share.mean).filter(|mean| !(0.0..=1.0).contains(mean)) {
+                return Err(format!("accuracy is {mean}; a share is 0 to 1"));
             }
         }
         Ok(())

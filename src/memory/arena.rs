@@ -133,14 +133,12 @@ impl Arena {
     /// [`ArenaError`] when the limit would be passed or the system has no memory left.
     pub fn alloc<T: Pod>(&self, label: Label, len: usize) -> Result<Buffer<T>, ArenaError> {
         let bytes = len as u64 * size_of::<T>() as u64;
-        self.refuse_beyond_limit(label, bytes)?;
+        self.charge(label, bytes)?;
         let spare = self.0.spare().take(bytes as usize);
-        let pages = spare.map_or_else(|| map(bytes as usize), Ok).map_err(|error| ArenaError::System {
-            label,
-            requested_bytes: bytes,
-            reason: error.to_string(),
+        let pages = spare.map_or_else(|| map(bytes as usize), Ok).map_err(|error| {
+            self.0.ledger().change(label, -(bytes as i64), self.0.started);
+            ArenaError::System { label, requested_bytes: bytes, reason: error.to_string() }
         })?;
-        self.0.ledger().change(label, bytes as i64, self.0.started);
         Ok(Buffer { pages: Some(pages), len, label, arena: self.clone(), element: PhantomData })
     }
 
@@ -149,16 +147,18 @@ impl Arena {
     /// # Errors
     /// [`ArenaError::Limit`] when the limit would be passed.
     pub fn claim(&self, label: Label, bytes: u64) -> Result<Claim, ArenaError> {
-        self.refuse_beyond_limit(label, bytes)?;
-        self.0.ledger().change(label, bytes as i64, self.0.started);
+        self.charge(label, bytes)?;
         Ok(Claim { label, bytes, arena: self.clone() })
     }
 
-    fn refuse_beyond_limit(&self, label: Label, requested_bytes: u64) -> Result<(), ArenaError> {
-        let (live_bytes, limit_bytes) = (self.0.ledger().live_total, self.0.limit_bytes);
+    /// Counts bytes that are about to be taken, unless they are beyond the limit: in one step, for threads that ask together.
+    fn charge(&self, label: Label, requested_bytes: u64) -> Result<(), ArenaError> {
+        let mut ledger = self.0.ledger();
+        let (live_bytes, limit_bytes) = (ledger.live_total, self.0.limit_bytes);
         if live_bytes.saturating_add(requested_bytes) > limit_bytes {
             return Err(ArenaError::Limit { label, requested_bytes, live_bytes, limit_bytes });
         }
+        ledger.change(label, requested_bytes as i64, self.0.started);
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! What the operating system says about memory: the check that does not trust the arena.
 
 use std::fs;
+use std::path::Path;
 
 /// Peak and current resident set of this process, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,14 +37,41 @@ pub fn machine() -> Option<Machine> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let mut machine =
         Machine { total_bytes: field(&text, "MemTotal:")?, available_bytes: field(&text, "MemAvailable:")? };
-    let control_group =
-        |name: &str| -> Option<u64> { fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse().ok() };
-    if let Some(limit) = control_group("memory.max") {
-        let used = control_group("memory.current").unwrap_or(0);
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    for [limit, used] in control_groups(Path::new("/sys/fs/cgroup"), &groups) {
         machine.total_bytes = machine.total_bytes.min(limit);
         machine.available_bytes = machine.available_bytes.min(limit.saturating_sub(used));
     }
     Some(machine)
+}
+
+/// Limit and use, in bytes, of each control group that a process is in and that has a limit: of version 2 or 1, with the groups
+/// that they lie in. `groups` is `/proc/self/cgroup`, `root` where groups are mounted. Pages of files that the system can take
+/// back do not count as used.
+fn control_groups(root: &Path, groups: &str) -> Vec<[u64; 2]> {
+    let mut found = Vec::new();
+    for line in groups.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
+        let is_memory = controllers.split(',').any(|controller| controller == "memory");
+        let (mount, names) = match (controllers.is_empty(), is_memory) {
+            (true, _) => (root.to_path_buf(), ["memory.max", "memory.current", "inactive_file"]),
+            (_, true) => {
+                (root.join("memory"), ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"])
+            }
+            _ => continue,
+        };
+        for group in Path::new(path.trim_start_matches('/')).ancestors() {
+            let read = |name: &str| fs::read_to_string(mount.join(group).join(name)).ok();
+            let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
+            let Some(limit) = number(names[0]) else { continue };
+            let spare = read("memory.stat")
+                .and_then(|text| text.lines().find_map(|line| line.strip_prefix(names[2])?.trim().parse::<u64>().ok()));
+            let used = number(names[1]).unwrap_or(0).saturating_sub(spare.unwrap_or(0));
+            found.push([limit, used]);
+        }
+    }
+    found
 }
 
 /// Memory that a run may take when nobody says otherwise: 80% of what can be taken without swapping; `None` where the
@@ -120,5 +148,25 @@ mod tests {
         let grown = resident().unwrap().peak_bytes.saturating_sub(before.now_bytes);
         // Other tests of this process run beside this one, so only a lower bound is certain.
         assert!(grown >= 240 << 20, "resident peak grew by {grown} bytes only");
+    }
+
+    #[test]
+    fn control_groups_of_both_versions_are_found_with_those_that_they_lie_in() {
+        let root = tempfile::tempdir().unwrap();
+        let put = |name: &str, text: &str| {
+            let path = root.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        put("slice/job/memory.max", "max\n");
+        put("slice/memory.max", "1000\n");
+        put("slice/memory.current", "700\n");
+        put("slice/memory.stat", "anon 400\ninactive_file 200\n");
+        put("memory/job/memory.limit_in_bytes", "2000\n");
+        put("memory/job/memory.usage_in_bytes", "100\n");
+        assert_eq!(control_groups(root.path(), "0::/slice/job\n"), [[1000, 500]]);
+        let both = control_groups(root.path(), "5:cpu,cpuacct:/x\n4:memory:/job\n0::/\n");
+        assert_eq!(both, [[2000, 100]]);
+        assert!(control_groups(root.path(), "").is_empty());
     }
 }

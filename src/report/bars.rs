@@ -83,7 +83,6 @@ impl Bars {
             line.extend([bar.cell_ids.len().to_string(), bar.cell_ids.join(" ")]);
             table.write_record(line)?;
         }
-        let bytes = table.into_inner().map_err(|error| csv::Error::from(error.into_error()))?;
-        Ok(String::from_utf8(bytes).expect("every field is text"))
+        super::csv::text(table)
     }
 }

@@ -126,8 +126,7 @@ pub fn of_whole<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
 /// nothing.
 pub fn front<'a>(mut spent: Vec<Spent<'a>>, bytes: fn(&Spent) -> f64) -> Vec<Spent<'a>> {
     spent.retain(|one| one.kl_nats.mean > 0.0);
-    let order = |one: &Spent| (bytes(one), one.kl_nats.mean);
-    spent.sort_by(|a, b| order(a).partial_cmp(&order(b)).expect("neither is NaN"));
+    spent.sort_by(|a, b| bytes(a).total_cmp(&bytes(b)).then(a.kl_nats.mean.total_cmp(&b.kl_nats.mean)));
     let mut least = f64::INFINITY;
     spent.retain(|one| {
         let is_better = one.kl_nats.mean < least;

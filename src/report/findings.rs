@@ -95,7 +95,9 @@ fn kernels(records: &[&Record], measure: Measure) -> Option<String> {
 fn policies(records: &[&Record]) -> Vec<String> {
     let is_real = |name: &str| !palette::is_baseline(name) && !palette::is_oracle(name);
     let mut evicted: Vec<&Record> = records.to_vec();
-    evicted.retain(|record| record.status == Status::Ok && record.cell.policy.as_deref().is_some_and(is_real));
+    evicted.retain(|record| {
+        record.status == Status::Ok && record.drift.is_some() && record.cell.policy.as_deref().is_some_and(is_real)
+    });
     let longest = evicted.iter().map(|record| record.cell.context_tokens).max();
     evicted.retain(|record| Some(record.cell.context_tokens) == longest);
     let naming = Naming::over(&evicted, &[HEADS, KERNEL]);

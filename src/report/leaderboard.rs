@@ -84,16 +84,24 @@ fn leaderboard(pools: &[Pool], scored: bool) -> Vec<Vec<String>> {
         Some((value, tight)) => format!("{value:.1}{}", if *tight { " !" } else { "" }),
         None => NOTHING.into(),
     };
-    let evicting = || by_name.iter().filter(|(name, _)| !palette::is_baseline(name)).map(|(_, values)| values);
+    // What has no budget is not measured at any.
+    let evicting = || {
+        by_name
+            .iter()
+            .filter(|(name, values)| !palette::is_baseline(name) && !values.contains_key(""))
+            .map(|(_, all)| all)
+    };
     let everywhere: Vec<&str> =
         budgets.iter().copied().filter(|budget| evicting().all(|values| values.contains_key(budget))).collect();
     let row = |(name, values): (&&str, &BTreeMap<&str, (f64, bool)>)| {
         // By the budgets that all have; what was not measured at some of them stands behind.
-        let common = values.iter().filter(|(budget, _)| everywhere.contains(*budget)).map(|(_, (value, _))| value);
+        let is_common = |budget: &str| everywhere.is_empty() || budget.is_empty() || everywhere.contains(&budget);
+        let common = values.iter().filter(|(budget, _)| is_common(budget)).map(|(_, (value, _))| value);
         let mean = common.clone().sum::<f64>() / common.count().max(1) as f64;
         // The full cache leads: it is what the others are compared with.
         let (missing, order) = match palette::is_baseline(name) {
             true => (0, f64::NEG_INFINITY),
+            false if values.contains_key("") => (0, mean),
             false => (budgets.len().saturating_sub(values.len()), mean),
         };
         let cells = std::iter::once("").chain(budgets.iter().copied()).map(|budget| number(values.get(budget)));

@@ -2,6 +2,7 @@
 //! number and the intervals do not meet. All else is undecided, or a warning.
 
 use super::naming::{BUDGET, CONTEXT, Naming};
+use super::workers::{Machine, machine};
 use super::{baseline, text};
 use crate::experiment::record::{Latency, Record, Status};
 use crate::experiment::stats::wilson;
@@ -124,11 +125,10 @@ fn wide_scores(records: &[&Record]) -> Option<String> {
 /// middle one, then those.
 pub fn unequal<'a>(records: &[&'a Record]) -> Vec<(&'a Record, Vec<&'a Record>)> {
     type Timed<'r> = Vec<(&'r Latency, &'r Record)>;
-    let mut groups: BTreeMap<(String, String, u64, u64), Timed> = BTreeMap::new();
+    let mut groups: BTreeMap<(String, Machine, u64, u64), Timed> = BTreeMap::new();
     for &record in records.iter().filter(|record| record.status == Status::Ok && !baseline::is_one(record)) {
         let (Some(eviction), Some(phase)) = (&record.eviction, text::main_phase(record)) else { continue };
-        let setting = (record.cell.without_choice().id(), record.isa_path.clone());
-        let key = (setting.0, setting.1, eviction.kv_bytes_live, eviction.kv_bytes_read);
+        let key = (record.cell.without_choice().id(), machine(record), eviction.kv_bytes_live, eviction.kv_bytes_read);
         groups.entry(key).or_default().push((phase, record));
     }
     let apart = |mut group: Timed<'a>| {

@@ -302,7 +302,7 @@ fn context_rows(id: &str, mark: Mark, rows: Vec<Row>) -> Rows {
         title: String::new(),
         subtitle: String::new(),
         caption: String::new(),
-        axis: Axis { label: "context, tokens".into(), field: "max_context_tokens", quantity: Quantity::Tokens },
+        axis: Axis { label: "context, tokens".into(), field: "max_context_tokens", quantity: Quantity::Steps },
         mark,
         kinds: vec![Kind { name: "longest context that fits".into(), colour: palette::style("", 0, 0).colour }],
         rows,

@@ -110,7 +110,7 @@ impl Axis {
     pub fn value_label(&self, value: f64) -> String {
         match self.quantity {
             Quantity::Bytes | Quantity::Size => units::bytes(value as u64),
-            Quantity::Tokens => units::grouped(value as u128),
+            Quantity::Tokens | Quantity::Steps => units::grouped(value as u128),
             _ => self.tick_label(value, value),
         }
     }
@@ -175,6 +175,8 @@ fn multiples(quantity: Quantity, span: &Span, most: usize) -> Vec<f64> {
     let digits: &[f64] = if quantity == Quantity::Gap { &[1.0, 2.0, 5.0, 10.0, 20.0] } else { &[1.0, 2.0, 4.0] };
     let base: f64 = if quantity == Quantity::Gap { 10.0 } else { 2.0 };
     let below = base.powf((least.ln() / base.ln()).floor());
+    // Between whole steps there are none.
+    let below = if quantity == Quantity::Steps { below.max(1.0) } else { below };
     let spaced = |step: f64| {
         let (first, last) = ((span.low / step).ceil() as i64, (span.high / step).floor() as i64);
         (first..=last).map(|count| count as f64 * step).collect::<Vec<_>>()
@@ -241,6 +243,7 @@ mod tests {
         assert_eq!(labels(Quantity::Drift, &[0.02, 0.3]), ["0.02", "0.05", "0.1", "0.2"]);
         assert_eq!(labels(Quantity::Cost, &[0.002, 0.04]), ["0.2 %", "0.5 %", "1 %", "2 %"]);
         assert_eq!(labels(Quantity::Share, &[]).last().unwrap(), "100 %");
+        assert_eq!(labels(Quantity::Steps, &[2.0]), ["0", "1", "2"]);
         assert_eq!(labels(Quantity::Steps, &[32.0, 4096.0]), ["0", "1K", "2K", "3K", "4K"]);
         assert_eq!(
             labels(Quantity::Size, &[1e6, 8e6]),

@@ -45,10 +45,23 @@ pub fn by_machine(records: Vec<Record>, environment: &Value) -> Vec<(String, Vec
     parts.into_iter().collect()
 }
 
+/// Where a record's times were measured.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Machine {
+    host: Option<(String, String)>,
+    isa_path: String,
+    threads: usize,
+}
+
+/// See [`Machine`].
+pub fn machine(record: &Record) -> Machine {
+    let host = record.worker.as_ref().map(|worker| (worker.host.clone(), worker.cpu.clone()));
+    Machine { host, isa_path: record.isa_path.clone(), threads: record.threads }
+}
+
 /// Whether a ratio of the two records' times says something: they were measured on one machine, with as many threads.
 pub fn same_machine(a: &Record, b: &Record) -> bool {
-    let host = |record: &Record| record.worker.as_ref().map(|worker| (worker.host.clone(), worker.cpu.clone()));
-    host(a) == host(b) && a.isa_path == b.isa_path && a.threads == b.threads
+    machine(a) == machine(b)
 }
 
 /// What no ratio is formed of although it would be on one machine: comparisons that one process began and another ended

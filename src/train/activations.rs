@@ -124,8 +124,12 @@ impl<'a> Extents<'a> {
 
     fn workspaces(&self, threads: usize) -> [WorkspaceSize; 2] {
         // A window or a soft-cap changes nothing in what the kernel needs.
-        let (shape, params) = (self.attention(), params(self.config(), 0));
-        let forward = Tiled::AUTO.workspace(&shape, &params, self.dtype(), threads);
+        let params = params(self.config(), 0);
+        // Fewer queries may be cut into larger tiles.
+        let [whole, gated] =
+            [self.attention(), self.gated()].map(|shape| Tiled::AUTO.workspace(&shape, &params, self.dtype(), threads));
+        let forward =
+            WorkspaceSize { scores: whole.scores.max(gated.scores), scratch: whole.scratch.max(gated.scratch) };
         let backward = Tiled::AUTO.backward_workspace(&self.gated(), &params, self.dtype(), threads);
         [forward, backward.expect("the tiled kernel has a backward pass")]
     }

@@ -258,6 +258,16 @@ fn what_is_no_text_is_refused_where_records_tell_it() {
 }
 
 #[test]
+fn a_number_of_threads_in_the_environment_must_be_one() {
+    kvsieve(&["doctor"])
+        .env("RAYON_NUM_THREADS", "abc")
+        .assert()
+        .code(2)
+        .stderr(predicate::str::contains("RAYON_NUM_THREADS is 'abc'; it must be a whole number from 1 to 1024"));
+    kvsieve(&["doctor"]).env("RAYON_NUM_THREADS", "0").assert().success();
+}
+
+#[test]
 fn without_a_command_the_help_is_shown_and_the_status_is_2() {
     kvsieve(&[]).assert().code(2).stderr(predicate::str::contains("Usage: kvsieve <COMMAND>"));
 }

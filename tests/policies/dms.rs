@@ -45,6 +45,17 @@ fn train(settings: &Settings, out: &Path, resume: bool, stop_after: Option<usize
     dms::run(settings, &cpu, &options, &mut |line| lines.push(line.clone())).map(|()| lines)
 }
 
+/// Behind a window a pass has fewer queries than the dense model's, which may be cut into larger tiles.
+#[test]
+fn a_pass_of_fewer_rows_has_the_room_that_it_takes() {
+    let folder = tempfile::tempdir().unwrap();
+    let cpu = Cpu::new(Some(1)).unwrap();
+    let out = folder.path().join("out");
+    let options = Options { out, resume: false, stop_after: Some(1), limit_bytes: 4 << 30, environment: Value::Null };
+    let long = Settings { length: 640, window: 128, ..settings() };
+    dms::run(&long, &cpu, &options, &mut |_| ()).unwrap();
+}
+
 /// Weights and biases of a run's gates.
 fn gates(out: &Path) -> [Vec<u8>; 2] {
     gates_of("dms", out)

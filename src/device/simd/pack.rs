@@ -213,7 +213,7 @@ pub fn transposed<'a, S: Simd, U: Packed<S>>(
     let mut block = [U::zeroed(); MAX_LANES * MAX_WIDTH];
     for first in (0..columns).step_by(S::LANES) {
         let lie_evenly = first + S::LANES <= count && steps.is_multiple_of(S::LANES);
-        let in_place = lie_evenly.then(|| rows(first)).filter(|rows| rows.count() >= S::LANES);
+        let in_place = lie_evenly.then(|| rows(first)).filter(|rows| rows.count() >= S::LANES && rows.width() == width);
         let (from, stride_bytes) = match in_place.and_then(|rows| U::in_place(&rows)) {
             Some(rows) => rows,
             None => {

@@ -8,6 +8,7 @@ use crate::report::chart::{Axis, Quantity, Rule};
 use crate::report::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, TASK};
 use crate::report::palette::{self, Colour};
 use crate::report::rows::{Kind, Mark, Row, Rows};
+use crate::report::workers::machine;
 use std::collections::BTreeMap;
 
 /// Phases of a run alone, in words.
@@ -25,15 +26,15 @@ pub fn rows(data: &Data) -> Option<Picture> {
     let runs = |record: &Record| record.latency.get("first_token").map_or(0, |latency| latency.samples_ns.len());
     records.retain(|record| record.status == Status::Ok && runs(record) >= LEAST_RUNS);
     let is_window = |record: &&&Record| record.cell.memory.as_deref() == Some(WINDOW_ALONE);
-    let windows: BTreeMap<String, &Record> =
-        records.iter().filter(is_window).map(|record| (record.cell.without_choice().id(), *record)).collect();
+    let key = |record: &Record| (record.cell.without_choice().id(), machine(record));
+    let windows: BTreeMap<_, &Record> = records.iter().filter(is_window).map(|record| (key(record), *record)).collect();
     let is_shown = |record: &&Record| {
         let name = record.cell.chosen().unwrap_or_default();
         record.cell.memory.is_some() && name != WINDOW_ALONE || palette::is_baseline(name)
     };
     let mut ratios: BTreeMap<&str, [Vec<(f64, &str)>; 2]> = BTreeMap::new();
     for record in records.iter().filter(|record| is_shown(record)) {
-        let Some(window) = windows.get(&record.cell.without_choice().id()) else { continue };
+        let Some(window) = windows.get(&key(record)) else { continue };
         let of_record = ratios.entry(record.cell.chosen().unwrap_or_default()).or_default();
         for (((phase, _), least), ratios) in PHASES.iter().zip(LEAST_SAMPLES).zip(of_record) {
             let of =

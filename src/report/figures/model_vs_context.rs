@@ -1,6 +1,6 @@
 //! What a whole model takes against context: peak memory, time to the first token, time of a token.
 
-use super::{Data, Reading, policy};
+use super::{Data, Reading};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::Record;
 use crate::report::chart::{Axis, Chart, Quantity};
@@ -51,7 +51,8 @@ fn chart(
     records.retain(|record| record.answers.is_some());
     let naming = Naming::over(&records, &[BUDGET, SAMPLES, HEADS, KERNEL]);
     let key = |record: &Record| record.cell.context_tokens.to_string();
-    let series = data.series(&records, &naming, policy, key, read);
+    let lead = |record: &Record| record.cell.chosen().unwrap_or("full").to_string();
+    let series = data.series(&records, &naming, lead, key, read);
     (!series.is_empty()).then(|| Chart {
         id: id.into(),
         title: title.into(),

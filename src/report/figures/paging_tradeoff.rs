@@ -8,6 +8,7 @@ use crate::named::Named;
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{CONTEXT, HEADS, KERNEL, Naming};
 use crate::report::palette;
+use crate::report::workers::same_machine;
 use crate::serving::DEFAULT_PAGE_TOKENS;
 
 /// The figure; drawn when both sides are there.
@@ -72,7 +73,8 @@ fn page_tokens(cell: &Cell) -> Option<usize> {
 fn slow_down(record: &Record, records: &[&Record]) -> Option<Reading> {
     let page = page_tokens(&record.cell)?;
     let contiguous = Cell { page_tokens: Some(0), ..record.cell.clone() };
-    let theirs = records.iter().find(|other| other.cell == contiguous)?.latency.get("decode")?;
+    let theirs =
+        records.iter().find(|other| other.cell == contiguous && same_machine(other, record))?.latency.get("decode")?;
     let own = record.latency.get("decode")?;
     let ends = (own.ci95_low_ns / theirs.ci95_high_ns - 1.0, own.ci95_high_ns / theirs.ci95_low_ns - 1.0);
     Some(Reading::measured(page as f64, own.median_ns / theirs.median_ns - 1.0, Some(ends)))

@@ -310,3 +310,36 @@ fn names_of_policies_are_never_cut_and_bytes_read_appear_where_they_are_few() {
     assert!(within_width(&many) && many.contains("4 layers") && many.contains("2 threads"));
     assert!(!summary.contains(" read |") && summary_table(&samples::layers().records).contains(" read |"));
 }
+
+#[test]
+fn the_leaderboard_is_best_first_beside_memories_too() {
+    let policies = samples::answers().records;
+    let names = |records: &[Record]| -> Vec<String> {
+        let summary = summary_table(records);
+        let board = summary.split("### ").find(|table| table.contains("leaderboard")).unwrap();
+        let rows = board.lines().filter(|line| line.starts_with("| ")).skip(1);
+        rows.map(|line| line.split('|').nth(1).unwrap().trim().to_string()).collect()
+    };
+    let memories = policies.iter().filter(|record| record.cell.policy.as_deref() == Some("full")).map(|record| {
+        with_cell(record.clone(), |cell| {
+            cell.policy = None;
+            cell.memory = Some("camelot:slots=64".into());
+        })
+    });
+    let with_memories: Vec<Record> = policies.iter().cloned().chain(memories).collect();
+    let mut found = names(&with_memories);
+    assert!(found.contains(&"camelot:slots=64".to_string()), "{found:?}");
+    found.retain(|name| !name.starts_with("camelot"));
+    assert_eq!(found, names(&policies));
+}
+
+#[test]
+fn a_longer_context_of_another_measure_takes_no_sentence_away() {
+    let mut records = samples::run().records;
+    let evictions = |records: &[Record]| {
+        findings(records).into_iter().filter(|sentence| sentence.starts_with("evict at")).collect::<Vec<_>>()
+    };
+    let before = evictions(&records);
+    records.push(samples::answered(1 << 20, "passkey", "snapkv", 0.5));
+    assert_eq!((before.is_empty(), evictions(&records)), (false, before.clone()));
+}

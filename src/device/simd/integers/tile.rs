@@ -37,7 +37,9 @@ impl Integers<'_> {
         let (width, count) = (part.w.width(), part.w.count());
         assert!(Quad::count(width) <= part.stride && part.rows * part.stride <= part.x.len(), "whole quads of x");
         let groups = width.div_ceil(GROUP);
-        assert!(groups * U::BYTES / (QUAD / GROUP) <= part.w.row_bytes(), "rows of w hold what is unpacked");
+        let scale_bytes = if U::ROW { size_of::<f32>() } else { 0 };
+        let unpacked = scale_bytes + groups * U::BYTES / (QUAD / GROUP);
+        assert!(unpacked <= part.w.row_bytes(), "rows of w hold what is unpacked");
         let (span, stride_bytes) = part.w.span().expect("rows of a matrix lie along it");
         let row = |index: usize| span[index * stride_bytes..][..part.w.row_bytes()].as_ptr();
         let simd = lanes.simd();
