@@ -98,7 +98,8 @@ impl Policy {
     }
 }
 
-/// Puts the protected tokens above all others: recent ones a step above the maximum (as kvpress does), sinks two. Returns the maximum; refuses scores that are not numbers.
+/// Puts the protected tokens above all others: recent ones a step above the maximum (as kvpress does), sinks two. Returns the
+/// maximum; refuses scores that are not numbers.
 fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -> Result<f32, PolicyError> {
     let kv_len = context.call.shape.kv_len;
     let mut max = f32::NEG_INFINITY;

@@ -1,6 +1,7 @@
 //! AdamW with decoupled decay (arXiv 1711.05101), after clipping by the norm of the whole gradient.
 
 use super::PIECE_ROWS;
+use super::checkpoint::Array;
 use super::parameters::Parameter;
 use crate::device::Cpu;
 use crate::device::simd::Isa;
@@ -86,6 +87,15 @@ impl AdamW {
     pub fn new(arena: &Arena, count: usize) -> Result<Self, ArenaError> {
         let zeros = || arena.alloc(Label::Optimizer, count);
         Ok(AdamW { mean: zeros()?, square: zeros()? })
+    }
+
+    /// An array of a checkpoint of `weights` and these.
+    pub(super) fn array<'t>(&'t mut self, weights: &'t mut [f32], array: Array) -> &'t mut [f32] {
+        match array {
+            Array::Weights => weights,
+            Array::Mean => &mut self.mean,
+            Array::Square => &mut self.square,
+        }
     }
 
     /// Changes `weights` by one step (`step` from 0) at learning rate `rate`, and gives the norm of the gradient before

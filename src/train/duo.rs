@@ -197,13 +197,7 @@ impl Duo<'_> {
 
 impl Method for Duo<'_> {
     fn arrays(&mut self, array: Array) -> Vec<&mut [f32]> {
-        let AdamW { mean, square } = &mut self.adamw;
-        let alpha = &mut self.network.head_gates().alpha;
-        vec![match array {
-            Array::Weights => alpha,
-            Array::Mean => mean,
-            Array::Square => square,
-        }]
+        vec![self.adamw.array(&mut self.network.head_gates().alpha, array)]
     }
 
     fn step(&mut self, progress: &Progress) -> Result<Step, TrainError> {

@@ -209,13 +209,7 @@ impl Method for Larimar<'_> {
     const SAVE_STEPS: usize = 50;
 
     fn arrays(&mut self, array: Array) -> Vec<&mut [f32]> {
-        let AdamW { mean, square } = &mut self.adamw;
-        let weights = &mut self.network.readout().weights;
-        vec![match array {
-            Array::Weights => weights,
-            Array::Mean => mean,
-            Array::Square => square,
-        }]
+        vec![self.adamw.array(&mut self.network.readout().weights, array)]
     }
 
     fn step(&mut self, progress: &Progress) -> Result<Step, TrainError> {

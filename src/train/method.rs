@@ -75,9 +75,9 @@ pub(super) struct Step {
 #[derive(Default)]
 pub(super) struct Since {
     pub steps: usize,
-    pub seconds: f64,
     /// The last of the steps.
     pub last: Step,
+    seconds: f64,
     tokens: usize,
     loss: f64,
     gradient_norm: f64,

@@ -5,7 +5,7 @@ use crate::byte_model;
 use crate::common::models::checkpoint;
 use kvsieve::device::Cpu;
 use kvsieve::experiment::record::Status;
-use kvsieve::experiment::{Device, Experiment, Options, Spec, run};
+use kvsieve::experiment::{Device, Experiment, Options, Outcome, Spec, run};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::model::{Activation, Decoder, Eviction, Hook, Model, Setup};
 use kvsieve::policy::{Policy, PolicyFile, Registry, qfilters, triattention};
@@ -427,6 +427,20 @@ fn commands_read_a_policy_file_and_say_which() {
     assert!(status == 2 && err.contains("[layers = 2, KV heads = 2, hidden = "), "{err}");
 }
 
+/// Runs an experiment into a folder.
+fn run_into(out: &Path, experiment: &Experiment) -> Result<Outcome, String> {
+    let options = Options {
+        out: out.into(),
+        resume: false,
+        join: false,
+        shard: None,
+        limit_bytes: 1 << 30,
+        repro: "kvsieve run x.toml".into(),
+    };
+    let cpu = Cpu::new(Some(2)).unwrap();
+    run(experiment, &Registry::default(), &cpu, &options, &mut |_| ()).map_err(|error| error.to_string())
+}
+
 #[test]
 fn an_experiment_reads_the_folder_that_a_policy_names() {
     let folder = tempfile::tempdir().unwrap();
@@ -440,22 +454,12 @@ fn an_experiment_reads_the_folder_that_a_policy_names() {
     );
     let spec = Spec::parse(&text, "x.toml").unwrap();
     let experiment = Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu).unwrap();
-    let go = |out: &str| {
-        let options = Options {
-            out: folder.path().join(out),
-            resume: false,
-            join: false,
-            shard: None,
-            limit_bytes: 1 << 30,
-            repro: "kvsieve run x.toml".into(),
-        };
-        run(&experiment, &Registry::default(), &Cpu::new(Some(2)).unwrap(), &options, &mut |_| ())
-    };
+    let go = |out: &str| run_into(&folder.path().join(out), &experiment);
     let records = go("first").unwrap().records;
     let of_folder = records.iter().find(|record| record.cell.policy_file.is_some()).unwrap();
     assert_eq!((of_folder.status, &of_folder.reason), (Status::Ok, &None));
     std::fs::write(&table, "0.9 0.1\n0.2 0.8\n").unwrap();
-    let error = go("second").err().unwrap().to_string();
+    let error = go("second").err().unwrap();
     assert!(error.contains("has changed since the experiment was read"), "{error}");
 }
 
@@ -482,17 +486,7 @@ fn an_experiment_names_the_file_in_the_cells_that_read_it() {
     // Random eviction is added.
     assert_eq!(hashes, [None, None, own.clone(), own.clone(), own, None]);
 
-    let go = |out: &str| {
-        let options = Options {
-            out: folder.path().join(out),
-            resume: false,
-            join: false,
-            shard: None,
-            limit_bytes: 1 << 30,
-            repro: "kvsieve run x.toml".into(),
-        };
-        run(&experiment, &Registry::default(), &Cpu::new(Some(2)).unwrap(), &options, &mut |_| ())
-    };
+    let go = |out: &str| run_into(&folder.path().join(out), &experiment);
     for record in go("first").unwrap().records {
         let (label, reason) = (record.cell.label(), &record.reason);
         assert_eq!(record.status, Status::Ok, "{label}: {reason:?}");
