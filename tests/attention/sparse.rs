@@ -175,29 +175,37 @@ fn think_keeps_the_channels_that_queries_and_keys_are_large_in() {
         kv_heads: 1,
         head_dim: 4,
         format: (DType::F32).into(),
-        max_tokens: 3,
+        max_tokens: 4,
         page_tokens: PAGE_TOKENS,
         columns: &[],
     };
-    let mut cache = PagedCache::new(&arena, shape).unwrap();
     let (q, k) = (tensor(DType::F32, [1, 2, 1, 4], &q), tensor(DType::F32, [1, 1, 3, 4], &k));
-    cache.append(k.view(), k.view(), 0..3).unwrap();
     // Scores 9, 10, 0, 5.
     for (policy, budget_tokens, kept) in
         [("think:ratio=0.5", 3, vec![0i64, 1]), ("think:ratio=0.3", 3, vec![0, 1, 3]), ("think", 1, vec![1])]
     {
+        let mut cache = PagedCache::new(&arena, shape).unwrap();
+        cache.append(k.view(), k.view(), 0..3).unwrap();
         let start = Start { cache: Lists::all(&cache), q: q.view(), budget_tokens, cpu: cpu(1), arena: &arena };
-        let mut selector = selection(policy).open(&start).unwrap();
+        let selector = selection(policy).open(&start).unwrap();
         assert_eq!(selector.choice(), ("channels", vec![kept.clone()]), "{policy}");
-        selector.step(q.view(), Lists::all(&cache), cpu(1));
-        let mut asked = [0.0; 4];
-        selector.query(q.view()).read_rows(0, 1, 0, &mut asked);
-        let wanted = [-1.0, 1.0, 0.0, 3.0].map(f32::abs);
-        for (channel, &asked) in asked.iter().enumerate() {
-            let stays = kept.contains(&(channel as i64));
-            assert_eq!(asked.abs(), if stays { wanted[channel] } else { 0.0 }, "{policy}, channel {channel}");
+        selector.prune(&mut cache, 0).unwrap();
+        cache.append(k.view(), k.view(), 0..1).unwrap();
+        // The context's keys are without the other channels, and those behind it, and values, are whole.
+        let mut key = [0.0; 4];
+        for slot in 0..4 {
+            cache.read_key(0, slot, &mut key);
+            let wanted = row(&k, 0, 0, slot % 3);
+            for (channel, &got) in key.iter().enumerate() {
+                let stays = slot == 3 || kept.contains(&(channel as i64));
+                let wanted = if stays { wanted[channel] } else { 0.0 };
+                assert_eq!(f64::from(got), wanted, "{policy}, slot {slot}, channel {channel}");
+            }
+            cache.read_value(0, slot, &mut key);
+            assert_eq!(key.map(f64::from).to_vec(), row(&k, 0, 0, slot % 3), "{policy}, slot {slot}");
         }
-        assert_eq!(selector.read_bytes(Lists::all(&cache)), 3 * 4 * (kept.len() as u64 + 4), "{policy}");
+        let bytes = 3 * 4 * (kept.len() as u64 + 4) + 4 * (4 + 4);
+        assert_eq!(selector.read_bytes(Lists::all(&cache)), bytes, "{policy}");
         drop(selector);
         assert_eq!(arena.live_bytes(Label::Activations) + arena.live_bytes(Label::Workspace), 0);
     }

@@ -426,8 +426,9 @@ fn readers_read_what_their_budget_says() {
         let wanted = match policy {
             // The last page holds 1 to 8 tokens, on average 4.5; the index has a line for each page.
             "quest" => 2.0 * f64::from(token) * ((fraction * 320.0 / 16.0 - 1.0) * 16.0 + 4.5 + 21.0),
-            "think" => 2.0 * tokens * (fraction * 32.0 + 32.0) * 4.0,
-            _ => 2.0 * tokens * (0.75 * 32.0 + 32.0) * 4.0,
+            // The context's keys alone lose channels.
+            "think" => 2.0 * (2.0 * tokens - 320.0 * (1.0 - fraction)) * 32.0 * 4.0,
+            _ => 2.0 * (2.0 * tokens - 320.0 * 0.25) * 32.0 * 4.0,
         };
         assert!((read - wanted).abs() <= 1.0, "{policy} at {budget}: {read}, expected {wanted}");
         record.drift.as_ref().unwrap().rel_l2

@@ -227,8 +227,11 @@ fn steps_read_what_is_selected_in_every_layer() {
         assert!(apart(&page, &dense) > 1e-3 && apart(&after("think", "0.3"), &dense) > 1e-3, "{name}: it shows");
         assert_eq!(page.lens, dense.lens, "{name}: nothing is evicted");
         // A sequence of a batch reads what it reads alone.
-        let both = run(&model, &[&tokens[..25], tokens], &[17, 20], Some((&policy("quest"), "16")));
-        assert!(furthest(&both.logits[1], &page.logits[0]) / spread < 1e-5, "{name}: in a batch");
+        for (text, budget) in [("quest", "16"), ("think", "0.3")] {
+            let both = run(&model, &[&tokens[..25], tokens], &[17, 20], Some((&policy(text), budget)));
+            let alone = after(text, budget);
+            assert!(furthest(&both.logits[1], &alone.logits[0]) / spread < 1e-5, "{name}: {text} in a batch");
+        }
     }
 }
 

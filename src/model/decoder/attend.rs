@@ -192,14 +192,14 @@ impl Decoder<'_> {
             Some(selector) => {
                 let lists = Lists::of_sequence(&self.cache, layer * self.setup.batch + chunk.sequence);
                 selector.step(q, lists, self.cpu);
-                let (q, selected) = (selector.query(q), selector.rows(lists));
+                let selected = selector.rows(lists);
                 let kv: &dyn KvRows = match &selected {
                     Some(selected) => selected,
                     None => kv,
                 };
                 let kv_len = selected.as_ref().map_or(kv_len, |selected| selected.max_len().min(kv_len));
                 let shape = Shape { kv_len, ..shape };
-                kernel.forward(&Forward { shape, q, kv, ..call }, outputs, workspace)?;
+                kernel.forward(&Forward { shape, kv, ..call }, outputs, workspace)?;
             }
         }
         hand_on(outputs, &roomy, attended, row);

@@ -86,8 +86,11 @@ impl Evictor<'_> {
         let window = window.take().expect("every pass shows its queries");
         let (budget_tokens, arena, cpu) = (session.plan().budget_tokens, self.arena, scene.cpu);
         for layer in 0..scene.model.config.layers {
-            let (cache, q) = (Lists::of_sequence(scene.cache, scene.sequence_of(layer)), window.view(layer..layer + 1));
-            selectors.push(selection.open(&Start { cache, q, budget_tokens, cpu, arena })?);
+            let sequence = scene.sequence_of(layer);
+            let (cache, q) = (Lists::of_sequence(scene.cache, sequence), window.view(layer..layer + 1));
+            let selector = selection.open(&Start { cache, q, budget_tokens, cpu, arena })?;
+            selector.prune(scene.cache, sequence * scene.model.config.kv_heads)?;
+            selectors.push(selector);
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ pub use selected::Selected;
 
 use super::{PolicyError, Statistic};
 use crate::attention::Shape;
-use crate::cache::CacheShape;
+use crate::cache::{CacheShape, PagedCache};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError};
 use crate::tensor::{DType, TensorView};
@@ -73,13 +73,17 @@ pub trait KvSelector: Send + Sync {
     /// When the arena has no room.
     fn copy(&self, arena: &Arena) -> Result<Box<dyn KvSelector>, ArenaError>;
 
+    /// Takes out of the context what no step will read: once, behind [`KvSelection::open`]. `first` is the first of its lists
+    /// in the cache.
+    ///
+    /// # Errors
+    /// When another sequence shares a page and the arena has no room for a copy.
+    fn prune(&self, _cache: &mut PagedCache, _first: usize) -> Result<(), ArenaError> {
+        Ok(())
+    }
+
     /// Looks at the query `[B, Hq, 1, D]` of a step, and at the tokens that came since the last one.
     fn step(&mut self, q: TensorView<'_>, cache: Lists<'_>, cpu: &Cpu);
-
-    /// The query with which the cache is asked in this step.
-    fn query<'a>(&'a self, q: TensorView<'a>) -> TensorView<'a> {
-        q
-    }
 
     /// The rows that this step reads; `None` for all.
     fn rows<'a>(&'a self, _cache: Lists<'a>) -> Option<Selected<'a>> {

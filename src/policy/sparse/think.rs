@@ -2,25 +2,25 @@
 //!
 //! arXiv 2407.21018, with the channels that kvpress chooses. After prefill each KV head scores its channels by `mean(q^2) mean(k^2)`: the mean
 //! over the last `window` queries and the heads of the group, times the mean over the tokens; the lowest channels go, of
-//! all keys of the head, for all later queries. kvpress takes them from the keys of the context alone, and leaves those of the
-//! question and the answer whole; here they are left out of these too, which costs more accuracy than there. Values are whole, so of `D` channels a step that reads `c` of the keys reads
-//! `(c + D) / 2D` of the bytes: never less than a half.
+//! all of the context's keys of the head, for all later queries. Keys that come behind the context, of the question and the answer, are
+//! whole, as kvpress has it; so are values, so that of `D` channels a step that reads `c` of the context's keys reads
+//! `(c + D) / 2D` of its bytes: never less than a half.
 //!
-//! What is measured, honestly: the cache keeps whole keys, and the query's dropped channels are set to zero, which gives
-//! the same logits as keys without these channels. Bytes read are counted as a cache without these channels would read
+//! What is measured, honestly: the cache keeps rows of `D` channels, and those that go are set to zero in the context's
+//! keys, which gives the same logits as keys without them (coded keys are rounded anew). Bytes read are counted as a cache without these channels would read
 //! them; times and bytes held are those of the whole cache.
 //!
 //! `ratio` is the fraction of channels that goes. Where it is 0, the budget says what fraction of the channels stays.
 
 use super::{KvSelection, KvSelector, Lists, Start};
 use crate::attention::Shape;
-use crate::cache::CacheShape;
+use crate::cache::{CacheShape, PagedCache};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::named::Parameter;
 use crate::policy::select::keep_best;
 use crate::policy::{Policy, PolicyEntry, PolicyError, Statistic};
-use crate::tensor::{DType, Tensor, TensorView};
+use crate::tensor::{DType, TensorView};
 use rayon::prelude::*;
 
 /// The registry's line.
@@ -61,9 +61,11 @@ impl Think {
     }
 }
 
-/// KV bytes that lists of `tokens` tokens in all have without the dropped channels.
-fn pruned_bytes(cache: &CacheShape, channels: usize, tokens: usize) -> u64 {
-    (tokens * (cache.format.k.row_bytes(channels) + cache.format.v.row_bytes(cache.head_dim))) as u64
+/// KV bytes that a list of `tokens` tokens has without the dropped channels of its first `context_tokens`.
+fn pruned_bytes(cache: &CacheShape, channels: usize, context_tokens: usize, tokens: usize) -> u64 {
+    let key_bytes = |channels: usize| cache.format.k.row_bytes(channels);
+    let keys = context_tokens * key_bytes(channels) + (tokens - context_tokens) * key_bytes(cache.head_dim);
+    (keys + tokens * cache.format.v.row_bytes(cache.head_dim)) as u64
 }
 
 impl KvSelection for Think {
@@ -88,12 +90,12 @@ impl KvSelection for Think {
 
     fn step_bytes(&self, cache: &CacheShape, budget_tokens: usize, context_tokens: usize, tokens: usize) -> u64 {
         let channels = self.channels(cache.head_dim, budget_tokens, context_tokens);
-        pruned_bytes(cache, channels, cache.lists() * tokens)
+        cache.lists() as u64 * pruned_bytes(cache, channels, context_tokens.min(tokens), tokens)
     }
 
-    fn bytes(&self, cache: &CacheShape, (step, dtype): (&Shape, DType), _: usize) -> u64 {
-        let row = (cache.lists() * cache.head_dim) as u64;
-        4 * row + (8 * row).max(Tensor::bytes_of(dtype, step.q_dims()))
+    fn bytes(&self, cache: &CacheShape, _: (&Shape, DType), _: usize) -> u64 {
+        // The channels, and while they are chosen two numbers for each.
+        12 * (cache.lists() * cache.head_dim) as u64
     }
 
     fn open(&self, start: &Start<'_>) -> Result<Box<dyn KvSelector>, PolicyError> {
@@ -110,10 +112,7 @@ impl KvSelection for Think {
                 keep_best(scores, kept, ranks, channels);
             });
         });
-        drop(scratch);
-        let [batch, heads, _, _] = start.q.dims();
-        let q = Tensor::zeros(arena, Label::Activations, start.q.dtype(), [batch, heads, 1, width])?;
-        Ok(Box::new(Channels { kept, width, group: heads / shape.kv_heads, channels, q }))
+        Ok(Box::new(Channels { kept, width, context_tokens: start.cache.max_len(), channels }))
     }
 }
 
@@ -140,15 +139,13 @@ fn energies(start: &Start<'_>, list: usize, scores: &mut [f32]) {
     scores.iter_mut().zip(&*keys).for_each(|(score, key)| *score *= key * per);
 }
 
-/// The channels of a cache that stay, and the query of a step without the others.
+/// The channels of a context that stay.
 struct Channels {
     kept: usize,
     width: usize,
-    group: usize,
+    context_tokens: usize,
     /// `[lists, D]`: channels that stay, ascending, at the front of each list's part.
     channels: Buffer<u32>,
-    /// `[B, Hq, 1, D]`.
-    q: Tensor,
 }
 
 impl Channels {
@@ -161,29 +158,27 @@ impl KvSelector for Channels {
     fn copy(&self, arena: &Arena) -> Result<Box<dyn KvSelector>, ArenaError> {
         let mut channels = arena.alloc(Label::Policy, self.channels.len())?;
         channels.copy_from_slice(&self.channels);
-        let q = Tensor::zeros(arena, Label::Activations, self.q.dtype(), self.q.dims())?;
-        Ok(Box::new(Channels { kept: self.kept, width: self.width, group: self.group, channels, q }))
+        Ok(Box::new(Channels { channels, ..*self }))
     }
 
-    fn step(&mut self, q: TensorView<'_>, _: Lists<'_>, _: &Cpu) {
-        let [batch, heads, _, width] = q.dims();
-        let (dtype, mut rows) = (q.dtype(), [[0.0; Shape::MAX_HEAD_DIM]; 2]);
-        let [row, read] = rows.each_mut().map(|row| &mut row[..width]);
-        for index in 0..batch * heads {
-            q.read_rows(index / heads, index % heads, 0, row);
-            read.fill(0.0);
-            self.of(index / self.group).iter().for_each(|&channel| read[channel as usize] = row[channel as usize]);
-            let bytes = width * dtype.bytes();
-            dtype.encode(read, &mut self.q.bytes_mut()[index * bytes..][..bytes]);
+    fn prune(&self, cache: &mut PagedCache, first: usize) -> Result<(), ArenaError> {
+        let (mut key, mut pruned) = (vec![0.0; self.width], vec![0.0; self.width]);
+        for list in 0..self.channels.len() / self.width {
+            for slot in 0..self.context_tokens {
+                cache.read_key(first + list, slot, &mut key);
+                pruned.fill(0.0);
+                self.of(list).iter().for_each(|&channel| pruned[channel as usize] = key[channel as usize]);
+                cache.write_key(first + list, slot, &pruned)?;
+            }
         }
+        Ok(())
     }
 
-    fn query<'a>(&'a self, _: TensorView<'a>) -> TensorView<'a> {
-        self.q.view()
-    }
+    fn step(&mut self, _: TensorView<'_>, _: Lists<'_>, _: &Cpu) {}
 
     fn read_bytes(&self, cache: Lists<'_>) -> u64 {
-        pruned_bytes(&cache.shape(), self.kept, cache.lens().iter().sum())
+        let list_bytes = |&tokens: &usize| pruned_bytes(&cache.shape(), self.kept, self.context_tokens, tokens);
+        cache.lens().iter().map(list_bytes).sum()
     }
 
     fn choice(&self) -> (&'static str, Vec<Vec<i64>>) {

@@ -48,7 +48,7 @@ impl Running<'_> {
                 };
                 let lists = Lists::all(&self.cache);
                 selector.step(asked.view(), lists, bench.cpu);
-                let (call, rows) = (self.call(selector.query(asked.view())), selector.rows(lists));
+                let (call, rows) = (self.call(asked.view()), selector.rows(lists));
                 let call = match &rows {
                     Some(rows) => {
                         let kv_len = rows.max_len().min(call.shape.kv_len);
@@ -83,7 +83,7 @@ impl Running<'_> {
     }
 
     /// Begins to read by the policy's reader, if it has one; adds what that costs to the times.
-    fn open_selection(&self, trial: &mut Trial) -> Result<Option<Box<dyn KvSelector>>, TrialError> {
+    fn open_selection(&mut self, trial: &mut Trial) -> Result<Option<Box<dyn KvSelector>>, TrialError> {
         let (prepared, bench) = (self.prepared, self.bench);
         let Some(selection) = prepared.policy.as_ref().and_then(|policy| policy.selection.as_ref()) else {
             return Ok(None);
@@ -98,6 +98,10 @@ impl Running<'_> {
         };
         let (ns, selector) = timed(|| selection.open(&start));
         trial.samples_ns.insert("score", ns);
-        Ok(Some(selector?))
+        let selector = selector?;
+        let (ns, pruned) = timed(|| selector.prune(&mut self.cache, 0));
+        trial.samples_ns.insert("evict", ns);
+        pruned?;
+        Ok(Some(selector))
     }
 }
