@@ -15,15 +15,11 @@ pub fn write(folder: &Path, model: &str, anatomy: &Anatomy, retrieval: &Retrieva
 }
 
 fn heat(model: &str, anatomy: &Anatomy, retrieval: &Retrieval) -> Heat {
-    let map = |name: String, value: &dyn Fn(usize, usize) -> f64| Panel {
-        name,
-        rows: anatomy
-            .heads
-            .iter()
-            .enumerate()
-            .map(|(layer, heads)| (format!("{layer}"), (0..heads.len()).map(|head| value(layer, head)).collect()))
-            .collect(),
-        cell_id: String::new(),
+    let map = |name: String, value: &dyn Fn(usize, usize) -> f64| {
+        let row = |(layer, heads): (usize, &Vec<_>)| {
+            (format!("{layer}"), (0..heads.len()).map(|head| value(layer, head)).collect())
+        };
+        Panel::of_cell(name, anatomy.heads.iter().enumerate().map(row).collect(), "")
     };
     let heads = &anatomy.heads;
     Heat {

@@ -59,12 +59,13 @@ pub fn heat(heat: &Heat) -> Result<String, ReportError> {
     for panel in &heat.panels {
         for (name, values) in &panel.rows {
             for (place, value) in values.iter().enumerate() {
+                let cells = &panel.cell_ids[place];
                 let place = match &heat.across {
                     Across::Contexts(contexts) => contexts[place],
                     _ => place,
                 };
-                let (place, value) = (place.to_string(), value.to_string());
-                table.write_record([panel.name.as_str(), "ok", name, &place, &value, "1", &panel.cell_id])?;
+                let (place, value, count) = (place.to_string(), value.to_string(), cells.len().to_string());
+                table.write_record([panel.name.as_str(), "ok", name, &place, &value, &count, &cells.join(" ")])?;
             }
         }
     }

@@ -94,8 +94,7 @@ impl KvSelection for Think {
     }
 
     fn bytes(&self, cache: &CacheShape, _: (&Shape, DType), _: usize) -> u64 {
-        // The channels, and while they are chosen two numbers for each.
-        12 * (cache.lists() * cache.head_dim) as u64
+        4 * (cache.lists() * cache.head_dim) as u64
     }
 
     fn open(&self, start: &Start<'_>) -> Result<Box<dyn KvSelector>, PolicyError> {
@@ -103,11 +102,10 @@ impl KvSelection for Think {
         let width = shape.head_dim;
         let kept = self.channels(width, start.budget_tokens, start.cache.max_len());
         let mut channels: Buffer<u32> = arena.alloc(Label::Policy, shape.lists() * width)?;
-        let mut scratch: Buffer<f32> = arena.alloc(Label::Workspace, shape.lists() * 2 * width)?;
         start.cpu.install(|| {
-            let lists = channels.par_chunks_mut(width).zip(scratch.par_chunks_mut(2 * width));
-            lists.enumerate().for_each(|(list, (channels, scratch))| {
-                let (scores, ranks) = scratch.split_at_mut(width);
+            channels.par_chunks_mut(width).enumerate().for_each(|(list, channels)| {
+                let mut rows = [[0.0; Shape::MAX_HEAD_DIM]; 2];
+                let [scores, ranks] = rows.each_mut().map(|row| &mut row[..width]);
                 energies(start, list, scores);
                 keep_best(scores, kept, ranks, channels);
             });

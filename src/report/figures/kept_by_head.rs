@@ -10,10 +10,9 @@ pub fn heat(data: &Data) -> Option<Picture> {
     let panel = |(name, record): (String, &Record)| {
         let kept = &record.eviction.as_ref()?.kept_by_head;
         let first = *kept.first()?.first()?;
-        kept.iter().flatten().any(|fraction| (fraction - first).abs() > 1e-9).then(|| Panel {
-            name,
-            rows: kept.iter().enumerate().map(|(layer, heads)| (format!("layer {layer}"), heads.clone())).collect(),
-            cell_id: record.cell_id.clone(),
+        kept.iter().flatten().any(|fraction| (fraction - first).abs() > 1e-9).then(|| {
+            let rows = kept.iter().enumerate().map(|(layer, heads)| (format!("layer {layer}"), heads.clone()));
+            Panel::of_cell(name, rows.collect(), &record.cell_id)
         })
     };
     let panels: Vec<Panel> = records.into_iter().filter_map(panel).collect();

@@ -22,7 +22,7 @@ pub fn heat(data: &Data) -> Option<Picture> {
                 lists.iter().enumerate().map(|(list, kept)| (name(list), row(kept))).collect()
             }
         };
-        Some(Panel { name, rows, cell_id: record.cell_id.clone() })
+        Some(Panel::of_cell(name, rows, &record.cell_id))
     };
     let (what, rows) = match data.detail {
         Detail::Layers => ("layer", "mean of its KV heads"),

@@ -24,11 +24,17 @@ pub fn heat(data: &Data) -> Option<Picture> {
     }
     let panel = |(name, records): (String, Vec<&Record>)| Panel {
         name,
+        cell_ids: contexts
+            .iter()
+            .map(|&context| {
+                let cells = records.iter().filter(|record| record.cell.context_tokens == context);
+                cells.map(|record| record.cell_id.clone()).collect()
+            })
+            .collect(),
         rows: rows
             .iter()
             .map(|row| (row.name(), contexts.iter().map(|&context| row.mean(&records, context)).collect()))
             .collect(),
-        cell_id: records[0].cell_id.clone(),
     };
     let mut panels: Vec<Panel> = maps.into_iter().map(panel).collect();
     // A field without a sample would look like one that is always wrong.

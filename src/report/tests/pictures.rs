@@ -85,7 +85,19 @@ fn nothing_but_cells_without_room_is_still_a_figure() {
 
 #[test]
 fn needles_are_found_by_depth_and_length() {
-    let rows = table(&samples::answers(), "needle-heat-map");
+    let run = samples::answers();
+    let rows = table(&run, "needle-heat-map");
+    // A field names the cells that it is the mean of: those of its policy and its length.
+    for row in &rows {
+        let cells =
+            row["cell_ids"].split(' ').map(|id| run.records.iter().find(|record| record.cell_id == id).unwrap());
+        let cells: Vec<_> = cells.map(|record| record.cell.context_tokens.to_string()).collect();
+        assert_eq!(
+            (cells.len().to_string(), vec![row["context_tokens"].clone(); cells.len()]),
+            (row["cells"].clone(), cells)
+        );
+        assert!(!row["cell_ids"].is_empty());
+    }
     let of_full: Vec<&str> =
         rows.iter().filter(|row| row["series"] == "full").map(|row| row["accuracy"].as_str()).collect();
     assert_eq!(of_full, ["1"; 10]);
