@@ -57,9 +57,8 @@ pub fn heat(heat: &Heat) -> Result<String, ReportError> {
     };
     table.write_record(["series", "status", "row", across, heat.field, "cells", "cell_ids"])?;
     for panel in &heat.panels {
-        for (name, values) in &panel.rows {
-            for (place, value) in values.iter().enumerate() {
-                let cells = &panel.cell_ids[place];
+        for ((name, values), cells) in panel.rows.iter().zip(&panel.cell_ids) {
+            for (place, (value, cells)) in values.iter().zip(cells).enumerate() {
                 let place = match &heat.across {
                     Across::Contexts(contexts) => contexts[place],
                     _ => place,

@@ -52,14 +52,14 @@ pub struct Panel {
     pub name: String,
     /// Rows from top to bottom: a name, and the value of each field.
     pub rows: Vec<(String, Vec<f64>)>,
-    /// The cells behind each column.
-    pub cell_ids: Vec<Vec<String>>,
+    /// The cells behind each field, row by row.
+    pub cell_ids: Vec<Vec<Vec<String>>>,
 }
 
 impl Panel {
     /// One that is drawn of one cell.
     pub fn of_cell(name: String, rows: Vec<(String, Vec<f64>)>, cell_id: &str) -> Self {
-        let columns = rows.iter().map(|(_, values)| values.len()).max().unwrap_or(0);
-        Panel { name, rows, cell_ids: vec![vec![cell_id.into()]; columns] }
+        let cell_ids = rows.iter().map(|(_, values)| vec![vec![cell_id.into()]; values.len()]).collect();
+        Panel { name, rows, cell_ids }
     }
 }

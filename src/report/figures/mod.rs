@@ -190,7 +190,7 @@ impl Picture {
                 let values = rows.rows.iter().flat_map(|row| row.values.iter().flatten());
                 values.flat_map(|(_, ids)| ids.clone()).collect()
             }
-            Picture::Heat(heat) => heat.panels.iter().flat_map(|panel| panel.cell_ids.concat()).collect(),
+            Picture::Heat(heat) => heat.panels.iter().flat_map(|panel| panel.cell_ids.concat().concat()).collect(),
             Picture::Bars(bars) => bars.bars.iter().flat_map(|bar| bar.cell_ids.clone()).collect(),
         }
     }

@@ -22,19 +22,10 @@ pub fn heat(data: &Data) -> Option<Picture> {
     if contexts.len() < 2 || rows.len() < 2 {
         return None;
     }
-    let panel = |(name, records): (String, Vec<&Record>)| Panel {
-        name,
-        cell_ids: contexts
-            .iter()
-            .map(|&context| {
-                let cells = records.iter().filter(|record| record.cell.context_tokens == context);
-                cells.map(|record| record.cell_id.clone()).collect()
-            })
-            .collect(),
-        rows: rows
-            .iter()
-            .map(|row| (row.name(), contexts.iter().map(|&context| row.mean(&records, context)).collect()))
-            .collect(),
+    let panel = |(name, records): (String, Vec<&Record>)| {
+        let of_row = |row: &Row| contexts.iter().map(|&context| row.field(&records, context)).unzip();
+        let (values, cell_ids): (Vec<Vec<f64>>, _) = rows.iter().map(of_row).unzip();
+        Panel { name, rows: rows.iter().map(Row::name).zip(values).collect(), cell_ids }
     };
     let mut panels: Vec<Panel> = maps.into_iter().map(panel).collect();
     // A field without a sample would look like one that is always wrong.
@@ -42,8 +33,9 @@ pub fn heat(data: &Data) -> Option<Picture> {
         |row: usize, panels: &[Panel]| panels.iter().any(|panel| panel.rows[row].1.iter().any(|value| value.is_nan()));
     let whole: Vec<bool> = (0..rows.len()).map(|row| !holes(row, &panels)).collect();
     for panel in &mut panels {
-        let mut keep = whole.iter();
+        let [mut keep, mut keep_ids] = [whole.iter(), whole.iter()];
         panel.rows.retain(|_| *keep.next().unwrap_or(&false));
+        panel.cell_ids.retain(|_| *keep_ids.next().unwrap_or(&false));
     }
     Some(Picture::Heat(Heat {
         id: "needle-heat-map".into(),
@@ -72,18 +64,24 @@ impl Row {
         format!("{:.0}–{:.0} %", 100.0 * self.low, 100.0 * self.high)
     }
 
-    /// NaN without a sample.
-    fn mean(&self, records: &[&Record], context: usize) -> f64 {
-        let of_context = records.iter().filter(|record| record.cell.context_tokens == context);
-        let samples = of_context
-            .filter_map(|record| record.answers.as_ref())
-            .flat_map(|answers| answers.sample_depths.iter().copied().zip(answers.sample_scores.iter().copied()));
-        let last = self.high == 1.0;
-        let here: Vec<f64> = samples
-            .filter(|(depth, _)| *depth >= self.low && (*depth < self.high || (last && *depth == self.high)))
-            .map(|(_, score)| score)
-            .collect();
-        here.iter().sum::<f64>() / here.len() as f64
+    /// The mean score of the samples that lie here, NaN without one, and the cells that have some.
+    fn field(&self, records: &[&Record], context: usize) -> (f64, Vec<String>) {
+        let (mut scores, mut cell_ids) = (Vec::new(), Vec::new());
+        for record in records.iter().filter(|record| record.cell.context_tokens == context) {
+            let Some(answers) = &record.answers else { continue };
+            let before = scores.len();
+            let samples = answers.sample_depths.iter().zip(&answers.sample_scores);
+            scores.extend(samples.filter(|(depth, _)| self.holds(**depth)).map(|(_, score)| score));
+            if scores.len() > before {
+                cell_ids.push(record.cell_id.clone());
+            }
+        }
+        (scores.iter().sum::<f64>() / scores.len() as f64, cell_ids)
+    }
+
+    /// Whether a depth lies here; the last row has the end of the context too.
+    fn holds(&self, depth: f64) -> bool {
+        depth >= self.low && (depth < self.high || (self.high == 1.0 && depth == self.high))
     }
 }
 
