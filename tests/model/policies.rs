@@ -235,6 +235,44 @@ fn steps_read_what_is_selected_in_every_layer() {
     }
 }
 
+/// Channels are gone from the context whatever asks, and tokens behind it are whole.
+#[test]
+fn a_question_at_once_sees_the_channels_that_its_tokens_see_one_by_one() {
+    let (model, tokens) = open("llama");
+    let (cpu, arena, think) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited(), policy("think"));
+    let logits = |together: bool| {
+        let setup = Setup { all_logits: true, columns: think.columns(), ..Setup::of(64, DType::F32) };
+        let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+        let budget = Some("0.3".parse().unwrap());
+        decoder.evict(Eviction { policy: &think, name: "think", budget, seed: 0, repeat: None }, &[20]).unwrap();
+        decoder.prefill(&[&tokens[..20]], |_, _, _| ()).unwrap();
+        let mut logits = Vec::new();
+        let mut take = |_: usize, _: usize, row: &[f32]| logits.extend_from_slice(row);
+        if together {
+            decoder.prefill(&[&tokens[20..]], &mut take).unwrap();
+        } else {
+            (20..tokens.len()).for_each(|at| decoder.follow(&[&tokens[at..at + 1]], &mut take).unwrap());
+        }
+        // Of a channel that went, the keys of the context hold nothing, and those behind it something.
+        let width = model.config.head_dim;
+        let (mut context, mut behind, mut key) = (vec![0.0f32; width], vec![0.0f32; width], vec![0.0; width]);
+        for slot in 0..tokens.len() {
+            decoder.cache().read_key(0, slot, &mut key);
+            let most = if slot < 20 { &mut context } else { &mut behind };
+            most.iter_mut().zip(&key).for_each(|(most, x)| *most = most.max(x.abs()));
+        }
+        assert_eq!(context.iter().filter(|&&x| x > 0.0).count(), (width as f64 * 0.3) as usize);
+        assert!(behind.iter().all(|&x| x > 0.0));
+        logits
+    };
+    let (together, apart) = (logits(true), logits(false));
+    assert!(furthest(&together, &apart) < 1e-5 * deviation(&together));
+    let dense = run(&model, &[&tokens], &[20], None);
+    assert!(
+        furthest(&together, &dense.logits[0][dense.logits[0].len() - together.len()..]) > 1e-3 * deviation(&together)
+    );
+}
+
 #[test]
 fn keys_of_a_prompt_in_chunks_are_turned_back_as_the_whole_prompt_turned_them() {
     let checkpoint = checkpoint("longrope");
