@@ -1,8 +1,8 @@
 //! ThinK: channels of the keys that queries hardly use are not read.
 //!
 //! arXiv 2407.21018, with the channels that kvpress chooses. After prefill each KV head scores its channels by `mean(q^2) mean(k^2)`: the mean
-//! over the last `window` queries and the heads of the group, times the mean over the tokens; the lowest channels go, of
-//! all of the context's keys of the head, for all later queries. Keys that come behind the context, of the question and the answer, are
+//! over the last `window` queries and the heads of the group, times the mean over the tokens; the lowest channels
+//! of the head go, from all keys of the context, for all later queries. Keys that come behind the context, of the question and the answer, are
 //! whole, as kvpress has it; so are values, so that of `D` channels a step that reads `c` of the context's keys reads
 //! `(c + D) / 2D` of its bytes: never less than a half.
 //!
