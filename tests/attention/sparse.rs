@@ -118,7 +118,7 @@ proptest! {
         let start = Start { cache: Lists::all(&cache), q: q.view().tokens(context - 1..context), budget_tokens: budget, cpu: cpu(2), arena: &arena };
         let mut selector = quest.open(&start).unwrap();
         let step = Shape { batch: SEQUENCES, q_heads: HEADS * GROUP, kv_heads: HEADS, q_len: 1, kv_len: tokens, head_dim: width };
-        prop_assert_eq!(arena.usage().live_bytes - before, quest.bytes(&shape, (&step, dtype), 2));
+        prop_assert_eq!(arena.usage().live_bytes - before, quest.bytes(&shape, &step, 2));
         for token in context..tokens {
             cache.append(k.view(), k.view(), token..token + 1).unwrap();
             selector.step(q.view().tokens(token..token + 1), Lists::all(&cache), cpu(2));

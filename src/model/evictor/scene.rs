@@ -89,7 +89,7 @@ impl Evictor<'_> {
             let sequence = scene.sequence_of(layer);
             let (cache, q) = (Lists::of_sequence(scene.cache, sequence), window.view(layer..layer + 1));
             let selector = selection.open(&Start { cache, q, budget_tokens, cpu, arena })?;
-            selector.prune(scene.cache, sequence * scene.model.config.kv_heads)?;
+            selector.prune(scene.cache, sequence)?;
             selectors.push(selector);
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! KV selection: every token stays, and each decode step reads a part of what is there.
 //!
 //! A [`KvSelection`] is a method; opened on lists of a cache after prefill it becomes a [`KvSelector`], which looks at the query of every
-//! step. What it holds besides the cache (an index, the query it hands on) is real memory under its labels, and what it
+//! step. What it holds besides the cache (an index) is real memory under its labels, and what it
 //! read is counted step by step: the rows, and the index that they were chosen by.
 
 mod lists;
@@ -17,7 +17,7 @@ use crate::attention::Shape;
 use crate::cache::{CacheShape, PagedCache};
 use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError};
-use crate::tensor::{DType, TensorView};
+use crate::tensor::TensorView;
 
 /// What a selection begins with.
 pub struct Start<'a> {
@@ -55,8 +55,8 @@ pub trait KvSelection: Send + Sync {
     /// KV bytes that a step reads of lists of `tokens` tokens: rows and index.
     fn step_bytes(&self, cache: &CacheShape, budget_tokens: usize, context_tokens: usize, tokens: usize) -> u64;
 
-    /// Most bytes that it holds at one time. `step` is the shape of a decode step and the type of its queries.
-    fn bytes(&self, cache: &CacheShape, step: (&Shape, DType), threads: usize) -> u64;
+    /// Most bytes that it holds at one time. `step` is the shape of a decode step.
+    fn bytes(&self, cache: &CacheShape, step: &Shape, threads: usize) -> u64;
 
     /// Begins on a cache.
     ///
@@ -73,8 +73,8 @@ pub trait KvSelector: Send + Sync {
     /// When the arena has no room.
     fn copy(&self, arena: &Arena) -> Result<Box<dyn KvSelector>, ArenaError>;
 
-    /// Takes out of the context what no step will read: once, behind [`KvSelection::open`]. `first` is the first of its lists
-    /// in the cache.
+    /// Takes out of the context what no step will read: once, behind [`KvSelection::open`]. `first` is the first of its
+    /// sequences in the cache.
     ///
     /// # Errors
     /// When another sequence shares a page and the arena has no room for a copy.

@@ -75,7 +75,7 @@ impl KvSelection for Quest {
         cache.lists() as u64 * (read as u64 * cache.token_bytes() + (pages * line_bytes(cache)) as u64)
     }
 
-    fn bytes(&self, cache: &CacheShape, (step, _): (&Shape, DType), threads: usize) -> u64 {
+    fn bytes(&self, cache: &CacheShape, step: &Shape, threads: usize) -> u64 {
         let pages = cache.lists() * cache.pages(cache.max_tokens);
         (pages * (line_bytes(cache) + 3 * 4) + 4 * threads * slot(step.group(), cache.head_dim)) as u64
     }

@@ -20,7 +20,7 @@ use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::named::Parameter;
 use crate::policy::select::keep_best;
 use crate::policy::{Policy, PolicyEntry, PolicyError, Statistic};
-use crate::tensor::{DType, TensorView};
+use crate::tensor::TensorView;
 use rayon::prelude::*;
 
 /// The registry's line.
@@ -93,7 +93,7 @@ impl KvSelection for Think {
         cache.lists() as u64 * pruned_bytes(cache, channels, context_tokens.min(tokens), tokens)
     }
 
-    fn bytes(&self, cache: &CacheShape, _: (&Shape, DType), _: usize) -> u64 {
+    fn bytes(&self, cache: &CacheShape, _: &Shape, _: usize) -> u64 {
         4 * (cache.lists() * cache.head_dim) as u64
     }
 
@@ -160,6 +160,11 @@ impl KvSelector for Channels {
     }
 
     fn prune(&self, cache: &mut PagedCache, first: usize) -> Result<(), ArenaError> {
+        if self.kept == self.width {
+            // Coded keys would be rounded anew for nothing.
+            return Ok(());
+        }
+        let first = cache.list(first, 0);
         let (mut key, mut pruned) = (vec![0.0; self.width], vec![0.0; self.width]);
         for list in 0..self.channels.len() / self.width {
             for slot in 0..self.context_tokens {

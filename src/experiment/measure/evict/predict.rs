@@ -112,8 +112,8 @@ impl Plan<'_> {
         let steps = results + self.pass(&step);
         let Some(policy) = evicting(self.prepared) else {
             let selection = self.prepared.policy.as_ref().and_then(|policy| policy.selection.as_ref());
-            let selection = selection
-                .map_or(0, |selection| selection.bytes(&cache_shape(self.prepared), (&step, cell.dtype), self.threads));
+            let selection =
+                selection.map_or(0, |selection| selection.bytes(&cache_shape(self.prepared), &step, self.threads));
             return self.held(cell.context_tokens + new, cell.context_tokens + new, true) + steps + selection;
         };
         let (tokens, grown) = (lengths.late(), lengths.grown());
