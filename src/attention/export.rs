@@ -7,7 +7,7 @@
 
 use super::online::Logits;
 use super::source::token_biases;
-use super::strip::{SPAN, STRIP, cut, pack_queries};
+use super::strip::{SPAN, STRIP, cut, odd_lines, pack_queries, whole_lines};
 use super::{Forward, Shape};
 use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, transposed};
@@ -62,12 +62,12 @@ const BC: usize = 192;
 /// The parts of a thread's scratch: a tile of keys, a strip of queries, their scores, and sums of whole vectors.
 fn parts(shape: &Shape) -> [usize; 4] {
     let (keys, rows) = (keys(shape), STRIP.min(shape.q_len).next_multiple_of(ROWS));
-    [shape.head_dim * keys, rows * shape.head_dim, rows * keys, keys]
+    whole_lines([shape.head_dim * keys, rows * shape.head_dim, rows * keys, keys])
 }
 
-/// Keys of a tile, cut down to the problem, in whole spans.
+/// The distance of rows whose columns are the keys of a tile, which is cut down to the problem, in whole spans.
 fn keys(shape: &Shape) -> usize {
-    BC.min(shape.kv_len).next_multiple_of(SPAN)
+    odd_lines(BC.min(shape.kv_len).next_multiple_of(SPAN))
 }
 
 /// Scratch elements of [`columns`] and [`column_sums`].

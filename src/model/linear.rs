@@ -5,6 +5,7 @@
 //! rows of `x` are one parallel loop, because for a single token the time in which threads wait for each other counts.
 
 use super::config::Activation;
+use super::norm::SERIAL;
 use super::padded::PaddedRows;
 use super::weights::Matrix;
 use super::{Config, Setup, mlp};
@@ -13,8 +14,10 @@ use crate::device::cpu::Slots;
 use crate::device::simd::Isa;
 use crate::device::simd::integers::{Codes, Integers, Quad};
 use crate::device::simd::linear::{Columns, FEW, Few, Stripes};
+use crate::device::simd::loops::{add_scaled, encode};
 use crate::device::simd::panel::{
-    Finish, PANEL, Panel, Rounded, Widen, is_one_span, padded_rows, panel_scratch, rounded_scratch, rounds,
+    Finish, PANEL, Panel, Rounded, Widen, is_one_span, padded_rows, panel_scratch, rounded_scratch, rounded_stride,
+    rounds,
 };
 use crate::format::with_codec;
 use crate::memory::Buffer;
@@ -70,34 +73,58 @@ impl Linear {
         layers: [(&Linear, &mut [f32], usize); N],
         scratch: &mut [f32],
     ) {
-        let asked = layers.map(|(layer, y, stride)| Asked { layer, y, stride, gates: None });
+        let asked = layers.map(|(layer, y, stride)| Asked { layer, y, stride, then: Then::Write });
         Self::all(cpu, x, rows, asked, scratch);
     }
 
-    /// `y = activation(x gateᵀ + b) (x upᵀ + b)`. `room` holds `rows` rows for the second factor, where that cannot be taken in as it is
+    /// `y += x wᵀ + b`, of rows that lie side by side. `room` holds `rows` rows for what is added, where that cannot be done as it is
     /// computed.
+    pub fn apply_added(
+        &self,
+        cpu: &Cpu,
+        x: &PaddedRows,
+        rows: usize,
+        (y, room): (&mut [f32], &mut [f32]),
+        scratch: &mut [f32],
+    ) {
+        let stride = self.weight.rows();
+        if Self::are_finished_panels(cpu, x, rows, [self]) {
+            return Self::all(cpu, x, rows, [Asked { layer: self, y, stride, then: Then::Add }], scratch);
+        }
+        self.apply(cpu, x, rows, room, stride, scratch);
+        add(cpu, &mut y[..rows * stride], &room[..rows * stride]);
+    }
+
+    /// `y = activation(x gateᵀ + b) (x upᵀ + b)`. `room` holds `rows` rows for the second factor, where that cannot be taken in as it is
+    /// computed. Where a layer is named that `y` is for alone, `y` may lie rounded, as that layer would round it.
     pub fn apply_gated(
         cpu: &Cpu,
         x: &PaddedRows,
         rows: usize,
-        [gate, up]: [&Linear; 2],
-        activation: Activation,
-        (y, room): (&mut PaddedRows, &mut [f32]),
-        scratch: &mut [f32],
+        ([gate, up], activation): ([&Linear; 2], Activation),
+        (y, reader): (&mut PaddedRows, Option<&Linear>),
+        (room, scratch): (&mut [f32], &mut [f32]),
     ) {
-        let (layers, stride, y) = ([gate, up], y.stride, &mut y.data[..]);
-        let are_panels = rows > FEW
-            && is_one_span(x.width)
-            && gate.may_round() == up.may_round()
-            && layers.iter().all(|layer| layer.weight.order().is_none())
-            && (x.as_integers(cpu, rows).is_none() || layers.iter().all(|layer| layer.codes().is_none()));
-        if are_panels {
-            let gates = Some((up, activation));
-            return Self::all(cpu, x, rows, [Asked { layer: gate, y, stride, gates }], scratch);
+        let can_lie_rounded = y.can_lie_rounded(cpu, rows);
+        let is_rounded =
+            reader.is_some_and(|layer| can_lie_rounded && layer.may_round() && layer.weight.order().is_none());
+        let (layers, stride) = ([gate, up], y.stride);
+        y.lie_rounded = false;
+        let are_alike = gate.may_round() == up.may_round() && layers.iter().all(|layer| layer.weight.order().is_none());
+        if are_alike && Self::are_finished_panels(cpu, x, rows, layers) {
+            y.lie_rounded = is_rounded;
+            let (y, then) = (&mut y.data[..], Then::Gate { up, activation, is_rounded });
+            return Self::all(cpu, x, rows, [Asked { layer: gate, y, stride, then }], scratch);
         }
-        let width = up.weight.rows();
+        let (y, width) = (&mut y.data[..], up.weight.rows());
         Self::apply_all(cpu, x, rows, [(gate, &mut *y, stride), (up, &mut *room, width)], scratch);
         mlp::activate(cpu, activation, y, stride, &room[..rows * width], width);
+    }
+
+    /// Whether layers are computed in panels, and what becomes of their sums can be done as they are computed.
+    fn are_finished_panels<const N: usize>(cpu: &Cpu, x: &PaddedRows, rows: usize, layers: [&Linear; N]) -> bool {
+        let are_integers = |layer: &Linear| x.as_integers(cpu, rows).is_some() && layer.codes().is_some();
+        rows > FEW && is_one_span(x.width) && !layers.into_iter().any(are_integers)
     }
 
     fn all<const N: usize>(cpu: &Cpu, x: &PaddedRows, rows: usize, layers: [Asked<'_>; N], scratch: &mut [f32]) {
@@ -118,6 +145,7 @@ impl Linear {
         let is_rounded = |layer: &Linear| layer.may_round() && as_integers(layer).is_none();
         let any_is = layers.iter().any(|asked| is_rounded(asked.layer));
         let (rounded, scratch) = match any_is && rows > FEW && x.rounds && rounds(cpu.isa()) {
+            true if x.lie_rounded => (Some(&x.data[..rounded_scratch(rows, x.width)]), scratch),
             true => {
                 let (rounded, scratch) = scratch.split_at_mut(rounded_scratch(rows, x.width));
                 round(cpu, data, x, rows, rounded);
@@ -125,11 +153,16 @@ impl Linear {
             }
             false => (None, scratch),
         };
-        let products = layers.map(|Asked { layer, y, stride, gates }| {
+        assert!(rounded.is_some() || !x.lie_rounded, "rows that lie rounded are read so");
+        let products = layers.map(|Asked { layer, y, stride, then }| {
             assert_eq!(x.width, layer.weight.width(), "inner extents of a linear layer differ");
-            let y = Stripes::new(y, stride, rows, layer.weight.rows());
+            let width = layer.weight.rows();
+            let y = match then {
+                Then::Gate { is_rounded: true, .. } => Stripes::of_pairs(y, rounded_stride(width), rows, width),
+                _ => Stripes::new(y, stride, rows, width),
+            };
             let (integers, rounded) = (as_integers(layer), rounded.filter(|_| is_rounded(layer)));
-            Product { layer, gates, integers, x, data, rounded, rows, y, isa: cpu.isa() }
+            Product { layer, then, integers, x, data, rounded, rows, y, isa: cpu.isa() }
         });
         let are_packed = rows > FEW && products.iter().any(|product| product.integers.is_none());
         let width: usize = products.iter().map(|product| product.width()).sum();
@@ -137,7 +170,7 @@ impl Linear {
         let share = |product: &Product<'_>| match are_packed {
             // As many panels for each thread: all would wait for one more.
             true => {
-                let panels = product.width().div_ceil(PANEL).next_multiple_of(cpu.threads());
+                let panels = product.width().div_ceil(product.then.panel()).next_multiple_of(cpu.threads());
                 product.width().div_ceil(panels).next_multiple_of(PANEL_STEP)
             }
             false => width.div_ceil(8 * cpu.threads()).next_multiple_of(FEW_ROWS),
@@ -174,15 +207,31 @@ struct Asked<'a> {
     y: &'a mut [f32],
     /// The distance of rows in it.
     stride: usize,
-    /// A layer whose outputs are gated by those of this one, behind an activation; `y` gets what comes of it.
-    gates: Option<(&'a Linear, Activation)>,
+    then: Then<'a>,
+}
+
+/// What becomes of a layer's outputs.
+#[derive(Clone, Copy)]
+enum Then<'a> {
+    /// They are `y`.
+    Write,
+    /// They are added to it.
+    Add,
+    /// Behind an activation they gate those of another layer, and `y` gets what comes of it, perhaps rounded to bf16.
+    Gate { up: &'a Linear, activation: Activation, is_rounded: bool },
+}
+
+impl Then<'_> {
+    /// Most columns of `y` that are packed together.
+    fn panel(&self) -> usize {
+        if let Then::Gate { .. } = self { PANEL / 2 } else { PANEL }
+    }
 }
 
 /// A product on its way.
 struct Product<'a> {
     layer: &'a Linear,
-    /// See [`Asked::gates`].
-    gates: Option<(&'a Linear, Activation)>,
+    then: Then<'a>,
     /// Rows of `x` as whole numbers, where they are multiplied as such, and how those of `w` lie.
     integers: Option<(&'a [Quad], Codes)>,
     x: &'a PaddedRows,
@@ -218,28 +267,50 @@ impl Product<'_> {
             let columns = self.columns(self.layer, self.data, self.x.stride, columns);
             return with_codec!(format, reader => isa.run(Few { columns, reader, y }));
         }
-        for first in columns.clone().step_by(PANEL) {
-            let columns = first..columns.end.min(first + PANEL);
-            slots.with(|scratch| {
-                self.panel(self.layer, columns.clone(), None, scratch);
-                if let Some((gated, activation)) = self.gates {
-                    // What gates lies in the caches of this thread.
-                    let finish = |gate: &mut [f32], sums: &[f32]| mlp::row(isa, activation, gate, sums);
-                    self.panel(gated, columns, Some(&finish), scratch);
+        let step = self.then.panel();
+        for first in columns.clone().step_by(step) {
+            let columns = first..columns.end.min(first + step);
+            slots.with(|scratch| match self.then {
+                Then::Write => self.panel(columns, None, None, scratch),
+                Then::Add => {
+                    let finish = |y: &mut [f32], sums: &mut [f32]| add_scaled(isa, y, 1.0, sums);
+                    self.panel(columns, None, Some(&finish), scratch);
+                }
+                Then::Gate { up, activation, is_rounded } => {
+                    let dtype = if is_rounded { DType::Bf16 } else { DType::F32 };
+                    let finish = |y: &mut [f32], sums: &mut [f32]| {
+                        let (gate, up) = sums.split_at_mut(sums.len() / 2);
+                        mlp::row(isa, activation, gate, up);
+                        encode(isa, dtype, gate, bytemuck::cast_slice_mut(y));
+                    };
+                    self.panel(columns, Some(up), Some(&finish), scratch);
                 }
             });
         }
     }
 
-    /// Computes at most [`PANEL`] columns of a layer, packed.
-    fn panel(&self, layer: &Linear, columns: Range<usize>, finish: Option<&Finish<'_>>, scratch: &mut [f32]) {
-        let (format, isa) = (layer.weight.format(), self.isa);
-        let columns = self.columns(layer, self.data, self.x.stride, columns);
-        let rows = columns.w;
-        let widen = |columns: Range<usize>, dtype, to: &mut [u8]| {
-            with_codec!(format, reader => isa.run(Widen { rows, reader, columns, dtype, to }));
+    /// Computes some columns, packed, beside those of another layer where there is one.
+    fn panel(&self, of: Range<usize>, other: Option<&Linear>, finish: Option<&Finish<'_>>, scratch: &mut [f32]) {
+        let isa = self.isa;
+        let columns = self.columns(self.layer, self.data, self.x.stride, of.clone());
+        let beside = other.map(|other| self.columns(other, self.data, self.x.stride, of));
+        let sides = [Some((self.layer, columns.w)), other.zip(beside.as_ref().map(|beside| beside.w))];
+        let widen = |side: usize, columns: Range<usize>, dtype, to: &mut [u8]| {
+            let (layer, rows) = sides[side].expect("a matrix on this side");
+            with_codec!(layer.weight.format(), reader => isa.run(Widen { rows, reader, columns, dtype, to }));
         };
-        isa.run_bf16(Panel { columns, rounded: self.rounded, widen: &widen, scratch, y: &self.y, finish });
+        isa.run_bf16(Panel { columns, beside, rounded: self.rounded, widen: &widen, scratch, y: &self.y, finish });
+    }
+}
+
+/// Adds what a part of a block makes of the residual stream to it.
+pub(super) fn add(cpu: &Cpu, stream: &mut [f32], projected: &[f32]) {
+    match stream.len() < SERIAL {
+        true => add_scaled(cpu.isa(), stream, 1.0, projected),
+        false => {
+            let parts = stream.par_chunks_mut(SERIAL).zip(projected.par_chunks(SERIAL));
+            cpu.install(|| parts.for_each(|(stream, projected)| add_scaled(cpu.isa(), stream, 1.0, projected)));
+        }
     }
 }
 
@@ -287,7 +358,7 @@ mod tests {
 
     /// Few rows, rows of one panel, and of several blocks: to the same bits as one after the other.
     #[test]
-    fn a_gate_is_taken_in_as_its_product_is_computed() {
+    fn gates_and_sums_are_taken_in_as_products_are_computed() {
         let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
         let model = Model::open(&locate(BUILTIN.as_ref()).unwrap(), &arena).unwrap();
         let (config, block) = (&model.config, &model.weights.layers[0]);
@@ -305,12 +376,29 @@ mod tests {
                 Linear::apply_all(&cpu, &x, rows, into, &mut scratch);
                 mlp::activate(&cpu, config.activation, &mut gate, config.ffn, &up, config.ffn);
                 up.fill(f32::NAN);
-                Linear::apply_gated(&cpu, &x, rows, layers, config.activation, (&mut together, &mut up), &mut scratch);
+                let (mlp, room) = ((layers, config.activation), (&mut up[..], &mut scratch[..]));
+                Linear::apply_gated(&cpu, &x, rows, mlp, (&mut together, None), room);
                 for (row, expected) in gate.chunks_exact(config.ffn).enumerate() {
                     assert_eq!(together.row_mut(row), expected, "{dtype:?}: row {row} of {rows}");
                 }
                 let taken_in = up.iter().all(|x| x.is_nan());
                 assert_eq!(taken_in, rows > FEW, "{rows} rows");
+
+                let (mut rounded, mlp) = (padded(config.ffn), (layers, config.activation));
+                let room = (&mut up[..], &mut scratch[..]);
+                Linear::apply_gated(&cpu, &x, rows, mlp, (&mut rounded, Some(&block.down)), room);
+                assert_eq!(rounded.lie_rounded, rounded.can_lie_rounded(&cpu, rows) && block.down.may_round());
+                let (width, mut sums) = (config.hidden, vec![1.0; rows * config.hidden]);
+                let [mut of_rounded, mut of_plain] = [vec![0.0; sums.len()], vec![0.0; sums.len()]];
+                block.down.apply(&cpu, &rounded, rows, &mut of_rounded, width, &mut scratch);
+                block.down.apply(&cpu, &together, rows, &mut of_plain, width, &mut scratch);
+                assert_eq!(of_rounded, of_plain, "{dtype:?}: {rows} rows that lie rounded");
+                let room = &mut up[..sums.len()];
+                room.fill(f32::NAN);
+                block.down.apply_added(&cpu, &rounded, rows, (&mut sums, room), &mut scratch);
+                assert_eq!(room.iter().all(|x| x.is_nan()), rows > FEW, "{rows} rows");
+                of_plain.iter_mut().for_each(|x| *x += 1.0);
+                assert_eq!(sums, of_plain, "{dtype:?}: {rows} rows added");
             }
         }
     }

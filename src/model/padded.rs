@@ -4,7 +4,7 @@ use super::Setup;
 use crate::device::Cpu;
 use crate::device::simd::integers::{Codes, GROUP, Integers, MOST_ROWS, Quad};
 use crate::device::simd::linear::FEW;
-use crate::device::simd::panel::padded_rows;
+use crate::device::simd::panel::{padded_rows, rounds};
 use crate::format::RowFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::{DType, RowCode};
@@ -17,6 +17,8 @@ pub(super) struct PaddedRows {
     pub stride: usize,
     /// Whether products with bf16 weights may round it to bf16.
     pub rounds: bool,
+    /// Whether what rows are is not in `data` in f32, but rounded to bf16 at its start, as [`super::linear`] reads them.
+    pub lie_rounded: bool,
     /// What rows are rounded to before they are multiplied.
     activations: Option<RowFormat>,
     /// Few rows as whole numbers, [`Quad::count`] to a row; none where they are rounded to anything else, or not at all.
@@ -36,6 +38,7 @@ impl PaddedRows {
             width,
             stride,
             rounds: setup.dtype != DType::F32,
+            lie_rounded: false,
             activations: setup.activations,
             quads: arena.alloc(Label::Activations, Self::quads(rows, width, setup))?,
         })
@@ -56,6 +59,13 @@ impl PaddedRows {
     /// A row, without what follows it.
     pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
         &mut self.data[row * self.stride..][..self.width]
+    }
+
+    /// Whether `rows` rows may lie rounded, which whoever reads them but a layer that rounds them anyway would not understand: they
+    /// have to be whole pairs, without anything that follows them.
+    pub fn can_lie_rounded(&self, cpu: &Cpu, rows: usize) -> bool {
+        let are_whole = self.width == self.stride && self.width >= 32;
+        self.rounds && rows > FEW && self.activations.is_none() && are_whole && rounds(cpu.isa())
     }
 
     /// The first `rows` rows as whole numbers, as they were last rounded, where products of these are faster.

@@ -3,7 +3,7 @@
 use super::TileSizes;
 use crate::attention::online::{Logits, Running};
 use crate::attention::source::token_biases;
-use crate::attention::strip::{LANES, SPAN, STRIP, cut, pack_queries};
+use crate::attention::strip::{LANES, SPAN, STRIP, cut, odd_lines, pack_queries, whole_lines};
 use crate::attention::{Forward, Outputs, Shape};
 use crate::device::cpu::Slots;
 use crate::device::simd::pack::{Packed, stacked, transposed};
@@ -21,8 +21,9 @@ struct Layout {
     /// Queries of each head, rounded up to whole register tiles.
     rows: usize,
     width: usize,
-    /// The head dim and the keys of a tile, rounded up.
+    /// The head dim, rounded up.
     columns: usize,
+    /// Distance of rows whose columns are the keys of a tile.
     keys: usize,
 }
 
@@ -33,14 +34,15 @@ impl Layout {
             rows: tile.br.next_multiple_of(ROWS),
             width: shape.head_dim,
             columns: shape.head_dim.next_multiple_of(LANES),
-            keys: tile.bc.next_multiple_of(SPAN),
+            keys: odd_lines(tile.bc.next_multiple_of(SPAN)),
         }
     }
 
     fn parts(&self) -> [usize; 6] {
         let rows = self.group * self.rows;
         let strip = STRIP.min(self.rows) * self.keys;
-        [rows * self.width, self.width * self.keys, self.keys * self.columns, strip, rows * self.columns, 2 * rows]
+        let (keys, outputs) = (self.width * self.keys, rows * self.columns);
+        whole_lines([rows * self.width, keys, self.keys * self.columns, strip, outputs, 2 * rows])
     }
 }
 

@@ -1,7 +1,8 @@
 //! Loops over rows of f32 that the compiler vectorises by itself, compiled for each path.
 
 use super::math::{Exp2, SoftCap};
-use super::{Isa, Simd, SimdOp};
+use super::{Isa, Simd, SimdOp, narrow};
+use crate::tensor::DType;
 
 const LANES: usize = 16;
 
@@ -120,6 +121,22 @@ pub fn multiply(isa: Isa, target: &mut [f32], source: &[f32]) {
         #[inline(always)]
         || target.iter_mut().zip(source).for_each(|(to, from)| *to *= from),
     )
+}
+
+/// Rounds `source` into raw elements of a type, which `target` holds, as [`DType::encode`] but for what is too small for a normal
+/// number, which may become zero.
+pub fn encode(isa: Isa, dtype: DType, source: &[f32], target: &mut [u8]) {
+    struct Encode<'a>(DType, &'a [f32], &'a mut [u8]);
+
+    impl SimdOp for Encode<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn run<S: Simd>(self, simd: S) {
+            narrow(simd, self.0, self.1, self.2);
+        }
+    }
+    isa.run(Encode(dtype, source, target));
 }
 
 /// `target += factor * source`.

@@ -8,6 +8,7 @@ use super::{Buffers, Chunk, Decoder, Setup, block};
 use crate::attention::rope::Rotation;
 use crate::attention::{Forward, Kernel, KvRows, Outputs, Params, Shape, Workspace, WorkspaceSize, kernel};
 use crate::cache::Sequences;
+use crate::device::simd::loops::encode;
 use crate::memory::{Arena, ArenaError, Label};
 use crate::model::evictor::QueryRecorder;
 use crate::model::norm::SERIAL;
@@ -177,8 +178,8 @@ impl Decoder<'_> {
         let q = match rounded_q.get_mut(own.clone()) {
             // A single token is no work for the unit that multiplies bf16.
             Some(rounded) if q_len > 1 => {
-                let rows = q[own].par_chunks(width).zip(rounded.par_chunks_mut(width));
-                rows.for_each(|(row, rounded)| DType::Bf16.encode(row, bytemuck::cast_slice_mut(rounded)));
+                let (isa, rows) = (self.cpu.isa(), q[own].par_chunks(width).zip(rounded.par_chunks_mut(width)));
+                rows.for_each(|(row, rounded)| encode(isa, DType::Bf16, row, bytemuck::cast_slice_mut(rounded)));
                 block::heads_of(DType::Bf16, bytemuck::cast_slice(rounded), batch, q_len, config.q_heads)
             }
             _ => block::heads(&q[own], batch, q_len, config.q_heads),

@@ -2,11 +2,11 @@
 
 use super::{Buffers, Chunk, Decoder};
 use crate::device::Cpu;
-use crate::device::simd::loops::add_scaled;
 use crate::model::hook::Activation;
 use crate::model::linear::Linear;
-use crate::model::norm::SERIAL;
-use crate::model::{ModelError, rope};
+use crate::model::norm::{Norm, SERIAL};
+use crate::model::padded::PaddedRows;
+use crate::model::{ModelError, linear, rope};
 use crate::tensor::{DType, TensorView};
 use rayon::prelude::*;
 
@@ -21,13 +21,22 @@ pub(super) fn heads_of(dtype: DType, rows: &[u8], batch: usize, tokens: usize, h
     TensorView::contiguous(dtype, [batch, tokens, heads, head_dim], rows).permuted([0, 2, 1, 3])
 }
 
-/// Adds what a part of a block makes of the residual stream to it.
-fn add(cpu: &Cpu, stream: &mut [f32], projected: &[f32]) {
-    match stream.len() < SERIAL {
-        true => add_scaled(cpu.isa(), stream, 1.0, projected),
-        false => {
-            let parts = stream.par_chunks_mut(SERIAL).zip(projected.par_chunks(SERIAL));
-            parts.for_each(|(stream, projected)| add_scaled(cpu.isa(), stream, 1.0, projected));
+/// Adds what a layer makes of rows of `x` to the residual stream, perhaps behind a norm. `room` holds as many rows.
+fn add(
+    (layer, after): (&Linear, Option<Norm<'_>>),
+    cpu: &Cpu,
+    x: &PaddedRows,
+    rows: usize,
+    (stream, room): (&mut [f32], &mut [f32]),
+    scratch: &mut [f32],
+) {
+    match after {
+        None => layer.apply_added(cpu, x, rows, (stream, room), scratch),
+        Some(norm) => {
+            let room = &mut room[..stream.len()];
+            layer.apply(cpu, x, rows, room, norm.weight.len(), scratch);
+            norm.in_place(cpu, room);
+            linear::add(cpu, stream, room);
         }
     }
 }
@@ -94,30 +103,22 @@ impl Decoder<'_> {
         let (before_mlp, after_mlp) =
             (self.norm(&weights.before_mlp), weights.after_mlp.as_ref().map(|weight| self.norm(weight)));
         let Buffers { hidden: stream, projected, normed, attended, gate, up, scratch, .. } = &mut self.buffers;
-        let (stream, added) = (&mut stream[..rows * hidden], rows * hidden);
+        let stream = &mut stream[..rows * hidden];
         attended.round(cpu, rows, Linear::input_scale([&weights.o]));
-        weights.o.apply(cpu, attended, rows, projected, hidden, scratch);
-        if let Some(norm) = after_attention {
-            norm.in_place(cpu, &mut projected[..added]);
-        }
-        add(cpu, stream, &projected[..added]);
+        add((&weights.o, after_attention), cpu, attended, rows, (stream, projected), scratch);
 
         before_mlp.rows(cpu, stream, &mut normed.data, normed.stride);
         if let Some(hook) = self.hook {
             (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInput, normed.row_mut(row)));
         }
         normed.round(cpu, rows, Linear::input_scale([&weights.gate, &weights.up]));
-        let layers = [&weights.gate, &weights.up];
-        Linear::apply_gated(cpu, normed, rows, layers, config.activation, (gate, up), scratch);
+        let (layers, reader) = ([&weights.gate, &weights.up], self.hook.is_none().then_some(&weights.down));
+        Linear::apply_gated(cpu, normed, rows, (layers, config.activation), (gate, reader), (up, scratch));
         if let Some(hook) = self.hook {
             (0..rows).for_each(|row| hook.rows(layer, Activation::MlpInner, gate.row_mut(row)));
         }
         gate.round(cpu, rows, Linear::input_scale([&weights.down]));
-        weights.down.apply(cpu, gate, rows, projected, hidden, scratch);
-        if let Some(norm) = after_mlp {
-            norm.in_place(cpu, &mut projected[..added]);
-        }
-        add(cpu, stream, &projected[..added]);
+        add((&weights.down, after_mlp), cpu, gate, rows, (stream, projected), scratch);
         Ok(())
     }
 

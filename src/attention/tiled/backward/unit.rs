@@ -2,7 +2,7 @@
 
 use super::scores::{Factors, Rows, Saved, gradients};
 use super::{Blocks, Plan, QueryBlock, whole};
-use crate::attention::strip::{SPAN, STRIP, cut, pack_queries};
+use crate::attention::strip::{LANES, SPAN, STRIP, cut, odd_lines, pack_queries, whole_lines};
 use crate::attention::{Forward, KeyBias};
 use crate::device::simd::math::scale;
 use crate::device::simd::pack::{self, Packed};
@@ -13,11 +13,7 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 use std::sync::PoisonError;
 
-/// f32 elements of a cache line.
-const LINE: usize = 16;
-
-/// The parts of a thread's scratch, in 32-bit words: f32, or units of an operand. Strides are an odd number of cache
-/// lines, lest rows of an operand meet in few sets of the first-level cache.
+/// The parts of a thread's scratch, in 32-bit words: f32, or units of an operand.
 #[derive(Clone, Copy)]
 pub(super) struct Layout {
     head_dim: usize,
@@ -35,7 +31,6 @@ pub(super) struct Layout {
 
 impl Layout {
     pub(super) fn of(blocks: &Blocks) -> Self {
-        let odd_lines = |words: usize| (words.div_ceil(LINE) | 1) * LINE;
         let columns = (blocks.keys + ROWS - 1).next_multiple_of(SPAN);
         let head_dim = blocks.shape.head_dim;
         Layout {
@@ -44,7 +39,7 @@ impl Layout {
             columns,
             key_stride: odd_lines(columns),
             stride: odd_lines(head_dim),
-            width: head_dim.next_multiple_of(LINE),
+            width: head_dim.next_multiple_of(LANES),
         }
     }
 
@@ -55,8 +50,7 @@ impl Layout {
         let (transposed, stacked) = (head_dim * key_stride, queries * stride);
         let (tile, keys) = (queries * key_stride, columns * width);
         let (packed, rows) = (columns * stride, queries * width);
-        let parts = [transposed, transposed, packed, stacked, stacked, tile, tile, rows, keys, keys, columns, columns];
-        parts.map(|words| words.next_multiple_of(LINE))
+        whole_lines([transposed, transposed, packed, stacked, stacked, tile, tile, rows, keys, keys, columns, columns])
     }
 
     pub(super) fn words(&self) -> usize {
