@@ -173,9 +173,16 @@ fn key_tile<S: Simd, U: Packed<S>, const SUM: bool>(simd: S, tile: KeyTile<'_, '
             let (from, to) = ((seen.start - first) / SPAN * SPAN, (seen.end - first).next_multiple_of(SPAN));
             let padded = rows.len().next_multiple_of(ROWS);
             let source = call.q.head(batch, head % shape.q_heads, start).first(rows.len());
-            pack_queries::<S, U>(simd, source, logits.negative, steps, &mut q[..padded * steps]);
+            let in_place = U::in_place(&source).filter(|_| padded == rows.len() && !logits.negative);
+            let (units, row_stride) = match in_place {
+                Some(lines) => lines,
+                None => {
+                    pack_queries::<S, U>(simd, source, logits.negative, steps, &mut q[..padded * steps]);
+                    (&*q, steps)
+                }
+            };
             let extents = Extents { rows: padded, columns: to - from, steps };
-            let left = Left { units: q, row_stride: steps, step_stride: 1 };
+            let left = Left { units, row_stride, step_stride: 1 };
             product::<S, U, false>(simd, extents, left, Right { units: &k[from..], stride }, scores, stride);
             for (i, row) in rows.zip(scores.chunks_exact_mut(stride)) {
                 let (visible, within) = (visible(i), |key: usize| key.clamp(first + from, end) - first - from);

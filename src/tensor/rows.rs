@@ -352,6 +352,12 @@ impl<'a, T: Copy> Strided<'a, T> {
         (self.column_stride == 1).then(|| &self.elements[index * self.row_stride..][..self.width])
     }
 
+    /// What lies from the first row's first element on, and the distance of rows in it, if elements of a row are neighbours.
+    #[inline(always)]
+    pub fn lines(&self) -> Option<(&'a [T], usize)> {
+        (self.column_stride == 1).then_some((self.elements, self.row_stride))
+    }
+
     /// An element.
     #[inline(always)]
     pub fn element(&self, row: usize, column: usize) -> T {

@@ -27,9 +27,9 @@ pub trait Packed<S: Simd>: Unit<S> {
     /// Turns the sign of every element.
     fn negate(units: &mut [Self]);
 
-    /// Where the first row begins, and the distance of rows in bytes, if whole units already lie in memory as
+    /// Units from the first row on, and the distance of rows in them, if whole units already lie in memory as
     /// [`Packed::along`] would write them.
-    fn in_place(rows: &Rows<'_>) -> Option<(*const u8, usize)>;
+    fn in_place<'a>(rows: &Rows<'a>) -> Option<(&'a [Self], usize)>;
 }
 
 /// A row of f32 as units along it, rounded where they are narrower. Of a last double vector that is not whole the rest becomes zero.
@@ -100,9 +100,9 @@ impl<S: Simd> Packed<S> for f32 {
     }
 
     #[inline(always)]
-    fn in_place(rows: &Rows<'_>) -> Option<(*const u8, usize)> {
+    fn in_place<'a>(rows: &Rows<'a>) -> Option<(&'a [f32], usize)> {
         match rows {
-            Rows::F32(rows) => Some((rows.row(0)?.as_ptr().cast(), 4 * rows.row_stride())),
+            Rows::F32(rows) => rows.lines(),
             _ => None,
         }
     }
@@ -183,13 +183,12 @@ mod pairs {
         }
 
         #[inline(always)]
-        fn in_place(rows: &Rows<'_>) -> Option<(*const u8, usize)> {
-            match rows {
-                Rows::Bf16(rows) if rows.width().is_multiple_of(2) => {
-                    Some((rows.row(0)?.as_ptr().cast(), 2 * rows.row_stride()))
-                }
-                _ => None,
-            }
+        fn in_place<'a>(rows: &Rows<'a>) -> Option<(&'a [Self], usize)> {
+            let Rows::Bf16(rows) = rows else { return None };
+            let (elements, stride) = rows.lines()?;
+            let are_pairs = rows.width().is_multiple_of(2) && stride.is_multiple_of(2);
+            let whole = &elements[..elements.len() - elements.len() % 2];
+            Some((bytemuck::try_cast_slice(whole).ok().filter(|_| are_pairs)?, stride / 2))
         }
     }
 }
@@ -215,7 +214,10 @@ pub fn transposed<'a, S: Simd, U: Packed<S>>(
         let lie_evenly = first + S::LANES <= count && steps.is_multiple_of(S::LANES);
         let in_place = lie_evenly.then(|| rows(first)).filter(|rows| rows.count() >= S::LANES && rows.width() == width);
         let (from, stride_bytes) = match in_place.and_then(|rows| U::in_place(&rows)) {
-            Some(rows) => rows,
+            Some((units, stride)) => {
+                assert!((S::LANES - 1) * stride + steps <= units.len(), "rows of whole units");
+                (units.as_ptr().cast::<u8>(), 4 * stride)
+            }
             None => {
                 for (row, to) in (first..first + S::LANES).zip(block.chunks_exact_mut(MAX_WIDTH)) {
                     match row < count {
