@@ -44,7 +44,7 @@ pub fn rows(rows: &Rows) -> Result<String, ReportError> {
 }
 
 /// The fields of heat maps as CSV: `series`, `status`, `row`, `bin`, `head` or `context_tokens`, the value's field, `cells` and
-/// `cell_ids`.
+/// `cell_ids`; `missing` without a value where nothing is known.
 ///
 /// # Errors
 /// [`ReportError::Csv`] when a line cannot be written.
@@ -63,8 +63,12 @@ pub fn heat(heat: &Heat) -> Result<String, ReportError> {
                     Across::Contexts(contexts) => contexts[place],
                     _ => place,
                 };
-                let (place, value, count) = (place.to_string(), value.to_string(), cells.len().to_string());
-                table.write_record([panel.name.as_str(), "ok", name, &place, &value, &count, &cells.join(" ")])?;
+                let (place, count) = (place.to_string(), cells.len().to_string());
+                let (status, value) = match value.is_nan() {
+                    true => ("missing", String::new()),
+                    false => ("ok", value.to_string()),
+                };
+                table.write_record([panel.name.as_str(), status, name, &place, &value, &count, &cells.join(" ")])?;
             }
         }
     }

@@ -50,7 +50,7 @@ impl Across {
 pub struct Panel {
     /// The policy.
     pub name: String,
-    /// Rows from top to bottom: a name, and the value of each field.
+    /// Rows from top to bottom: a name, and the value of each field, NaN where nothing is known.
     pub rows: Vec<(String, Vec<f64>)>,
     /// The cells behind each field, row by row.
     pub cell_ids: Vec<Vec<Vec<String>>>,

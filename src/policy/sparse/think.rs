@@ -26,7 +26,7 @@ use rayon::prelude::*;
 /// The registry's line.
 pub const ENTRY: PolicyEntry = PolicyEntry {
     name: "think",
-    about: "keeps every token; each decode step reads the key channels that late queries use most",
+    about: "keeps every token, and of the context's keys the channels that its last queries use most",
     paper: "2407.21018",
     parameters: &[
         Parameter {

@@ -13,6 +13,8 @@ const NOTE: f64 = 11.0;
 /// Shades that are told apart: neighbours of one shade are drawn as one piece.
 const SHADES: f64 = 32.0;
 const KEY: f64 = 120.0;
+/// Of a field that nothing is known of: no shade of the scale.
+const UNKNOWN: Colour = Colour(0xC8, 0xC8, 0xC8);
 /// Width of a field that says its value.
 const FIELD: f64 = 38.0;
 /// Width of the figure without its margins.
@@ -105,8 +107,12 @@ fn map(
             let place = (left + width * start as f64, top);
             start += same.len();
             let value = shade(&same[0]);
-            if value > 0.0 {
-                field(canvas, place, (width * same.len() as f64, high), value)?;
+            let size = (width * same.len() as f64, high);
+            // What nothing is known of must not look like what is always wrong.
+            if value.is_nan() {
+                filled(canvas, place, size, UNKNOWN)?;
+            } else if value > 0.0 {
+                field(canvas, place, size, value)?;
             }
         }
         if says_values(heat) {
@@ -114,7 +120,11 @@ fn map(
                 let colour = if *value > 0.5 { WHITE } else { INK };
                 let words = Words { colour, align: Align::Middle, ..plain };
                 let share = 100.0 * value;
-                let text = if share < 9.95 { format!("{share:.1} %") } else { format!("{share:.0} %") };
+                let text = match share {
+                    _ if share.is_nan() => "–".into(),
+                    _ if share < 9.95 => format!("{share:.1} %"),
+                    _ => format!("{share:.0} %"),
+                };
                 canvas.words((left + width * (head as f64 + 0.5), top + high / 2.0), &text, words)?;
             }
         }
@@ -147,11 +157,20 @@ fn map(
     }
 }
 
-fn field(canvas: &Canvas, (left, top): (f64, f64), (wide, high): (f64, f64), value: f64) -> Result<(), ReportError> {
+fn field(canvas: &Canvas, place: (f64, f64), size: (f64, f64), value: f64) -> Result<(), ReportError> {
+    filled(canvas, place, size, Colour::sequential(value))
+}
+
+fn filled(
+    canvas: &Canvas,
+    (left, top): (f64, f64),
+    (wide, high): (f64, f64),
+    colour: Colour,
+) -> Result<(), ReportError> {
     // A little over the edge, so that no seam of the ground shows between neighbours.
     let (right, bottom) = (left + wide + 0.25, top + high + 0.25);
     let corners = [(left, top), (right, top), (right, bottom), (left, bottom)];
-    canvas.polygon(&corners, Colour::sequential(value), 1.0)
+    canvas.polygon(&corners, colour, 1.0)
 }
 
 fn outline(canvas: &Canvas, (left, top): (f64, f64), (wide, high): (f64, f64)) -> Result<(), ReportError> {

@@ -28,12 +28,11 @@ pub fn heat(data: &Data) -> Option<Picture> {
         Panel { name, rows: rows.iter().map(Row::name).zip(values).collect(), cell_ids }
     };
     let mut panels: Vec<Panel> = maps.into_iter().map(panel).collect();
-    // A field without a sample would look like one that is always wrong.
-    let holes =
-        |row: usize, panels: &[Panel]| panels.iter().any(|panel| panel.rows[row].1.iter().any(|value| value.is_nan()));
-    let whole: Vec<bool> = (0..rows.len()).map(|row| !holes(row, &panels)).collect();
+    let says_something =
+        |row: usize, panels: &[Panel]| panels.iter().any(|panel| panel.rows[row].1.iter().any(|value| !value.is_nan()));
+    let kept: Vec<bool> = (0..rows.len()).map(|row| says_something(row, &panels)).collect();
     for panel in &mut panels {
-        let [mut keep, mut keep_ids] = [whole.iter(), whole.iter()];
+        let [mut keep, mut keep_ids] = [kept.iter(), kept.iter()];
         panel.rows.retain(|_| *keep.next().unwrap_or(&false));
         panel.cell_ids.retain(|_| *keep_ids.next().unwrap_or(&false));
     }
@@ -43,7 +42,7 @@ pub fn heat(data: &Data) -> Option<Picture> {
         subtitle: common,
         caption:
             "Mean score of the samples whose needle lies at this depth (0 % is the beginning of the context), for \
-                  each length. Where there are several budgets, it is the middle one."
+                  each length; grey where there is none. Where there are several budgets, it is the middle one."
                 .into(),
         down: "depth of the needle",
         across: Across::Contexts(contexts),

@@ -105,6 +105,25 @@ fn needles_are_found_by_depth_and_length() {
     assert_eq!(rows.iter().filter(middle).count(), 10);
 }
 
+/// A cell that failed leaves fields of its own policy empty, and the others theirs.
+#[test]
+fn a_field_without_a_sample_takes_no_row_from_the_other_maps() {
+    let (whole, mut run) = (samples::answers(), samples::answers());
+    for record in &mut run.records {
+        if record.cell.policy.as_deref() == Some("random") && record.cell.context_tokens == 512 {
+            record.answers = None;
+        }
+    }
+    let [before, after] = [&whole, &run].map(|run| table(run, "needle-heat-map"));
+    assert_eq!(after.len(), before.len());
+    let missing: Vec<_> = after.iter().filter(|row| row["status"] == "missing").collect();
+    assert!(!missing.is_empty() && missing.iter().all(|row| row["series"].starts_with("random")), "{missing:?}");
+    assert!(missing.iter().all(|row| row["accuracy"].is_empty() && row["cells"] == "0"), "{missing:?}");
+    let (folder, _) = drawn(&[run]);
+    let svg = fs::read_to_string(folder.path().join("plots/needle-heat-map.svg")).unwrap();
+    assert!(svg.contains("#C8C8C8") && !svg.contains("NaN"), "a grey field");
+}
+
 #[test]
 fn one_layer_and_few_steps_have_none_of_the_figures_of_many() {
     let (_folder, drawn) = drawn(&[samples::run()]);
