@@ -333,11 +333,6 @@ impl<'a, T: Copy> Strided<'a, T> {
         self.width
     }
 
-    /// Distance of neighbouring rows, in elements.
-    pub fn row_stride(&self) -> usize {
-        self.row_stride
-    }
-
     /// The elements from the first row's first to the last row's last, if those of a row are neighbours.
     #[inline(always)]
     pub fn span(&self) -> Option<&'a [T]> {

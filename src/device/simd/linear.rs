@@ -28,8 +28,8 @@ pub struct Stripes<'a> {
     stride: usize,
     rows: usize,
     width: usize,
-    /// Columns in each word of it.
-    together: usize,
+    /// Columns in each word of it, as a power of two.
+    word_shift: u32,
     matrix: PhantomData<&'a mut [f32]>,
 }
 
@@ -44,7 +44,7 @@ impl<'a> Stripes<'a> {
     /// When it reaches past the end of `matrix`, or rows overlap.
     pub fn new(matrix: &'a mut [f32], stride: usize, rows: usize, width: usize) -> Self {
         assert!(width <= stride && (rows == 0 || (rows - 1) * stride + width <= matrix.len()), "a matrix is too short");
-        Stripes { start: matrix.as_mut_ptr(), stride, rows, width, together: 1, matrix: PhantomData }
+        Stripes { start: matrix.as_mut_ptr(), stride, rows, width, word_shift: 0, matrix: PhantomData }
     }
 
     /// As [`Stripes::new`], of pairs of bf16: the stride is in words, the width in columns.
@@ -53,7 +53,7 @@ impl<'a> Stripes<'a> {
     /// As [`Stripes::new`], and when the width is odd.
     pub fn of_pairs(matrix: &'a mut [f32], stride: usize, rows: usize, width: usize) -> Self {
         assert!(width.is_multiple_of(2), "{width} columns of pairs");
-        Stripes { width, together: 2, ..Stripes::new(matrix, stride, rows, width / 2) }
+        Stripes { width, word_shift: 1, ..Stripes::new(matrix, stride, rows, width / 2) }
     }
 
     /// Some columns of a row, as words.
@@ -67,11 +67,9 @@ impl<'a> Stripes<'a> {
     #[allow(clippy::mut_from_ref)] // the caller's promise
     pub(super) unsafe fn row(&self, row: usize, columns: Range<usize>) -> &mut [f32] {
         assert!(row < self.rows && columns.start <= columns.end && columns.end <= self.width, "a part of the matrix");
-        assert!(
-            columns.start.is_multiple_of(self.together) && columns.end.is_multiple_of(self.together),
-            "whole words"
-        );
-        let columns = columns.start / self.together..columns.end / self.together;
+        let cut = (columns.start | columns.end) & ((1 << self.word_shift) - 1);
+        assert_eq!(cut, 0, "columns {columns:?} cut a word");
+        let columns = columns.start >> self.word_shift..columns.end >> self.word_shift;
         // SAFETY: the part lies inside the matrix by the assertion above and that of `new`; the caller promises that
         // nobody else uses it.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.stride + columns.start), columns.len()) }
