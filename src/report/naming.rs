@@ -106,7 +106,6 @@ impl Naming {
             MODEL,
             PROTOCOL,
             CHAT,
-            POLICY_FILE,
             LAYERS,
             BATCH,
             HEAD_DIM,
@@ -122,8 +121,12 @@ impl Naming {
             ISA,
             KNOBS,
         ]);
-        if workloads_compete(records) {
+        if compete(records, |cell| std::mem::take(&mut cell.workload_hash)) {
             all.push(WORKLOAD);
+        }
+        // Which file it is, a policy says itself.
+        if compete(records, |cell| cell.policy_file_hash.take().unwrap_or_default()) {
+            all.push(POLICY_FILE);
         }
         let values = |dimension: &Dimension| records.iter().map(|record| dimension(record)).collect::<BTreeSet<_>>();
         let (differ, common): (Vec<_>, Vec<_>) = all.into_iter().partition(|dimension| values(dimension).len() > 1);
@@ -147,13 +150,13 @@ impl Naming {
     }
 }
 
-/// Whether two cells differ in nothing but their workload. A hash that merely follows the seed or the context is no
-/// difference worth a name.
-fn workloads_compete(records: &[&Record]) -> bool {
-    let mut hashes: BTreeMap<String, &str> = BTreeMap::new();
+/// Whether two cells differ in nothing but a hash, which is taken out of them. One that merely follows the seed, the context or the policy
+/// is no difference worth a name.
+fn compete(records: &[&Record], hash: impl Fn(&mut Cell) -> String) -> bool {
+    let mut hashes: BTreeMap<String, String> = BTreeMap::new();
     records.iter().any(|record| {
-        let elsewhere = Cell { workload_hash: String::new(), ..record.cell.clone() };
-        let hash = record.cell.workload_hash.as_str();
-        hashes.insert(elsewhere.id(), hash).is_some_and(|other| other != hash)
+        let mut elsewhere = record.cell.clone();
+        let hash = hash(&mut elsewhere);
+        hashes.insert(elsewhere.id(), hash.clone()).is_some_and(|other| other != hash)
     })
 }

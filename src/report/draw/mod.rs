@@ -135,10 +135,10 @@ fn fitted(text: &str, room: f64) -> (String, f64) {
     (shortened(text, room, size), size)
 }
 
-/// A name whose files have lost their folders: `dms:gates=models/dms/x.safetensors` is `dms:gates=…/x.safetensors`.
+/// A name whose files have lost their folders, and the ending that all have: `dms:gates=models/dms/x.safetensors` is `dms:gates=x`.
 fn without_folders(name: &str) -> String {
     let part = |part: &str| match part.rsplit_once('/') {
-        Some((_, file)) if file.contains('.') => format!("…/{file}"),
+        Some((_, file)) if file.contains('.') => file.replacen(".safetensors", "", 1),
         _ => part.to_string(),
     };
     name.split_inclusive([' ', '=', ',', '+']).map(part).collect()
@@ -218,9 +218,10 @@ mod tests {
     #[test]
     fn names_lose_the_folders_of_their_files_and_nothing_else() {
         for (name, short) in [
-            ("dms:gates=models/dms/builtin-4x.safetensors,window=16", "dms:gates=…/builtin-4x.safetensors,window=16"),
+            ("dms:gates=models/dms/builtin-4x.safetensors,window=16", "dms:gates=builtin-4x,window=16"),
             ("snapkv 8/2 heads, D 64", "snapkv 8/2 heads, D 64"),
-            ("duo:file=/a b/c.safetensors+rerotate", "duo:file=/a …/c.safetensors+rerotate"),
+            ("duo:file=/a b/c.safetensors+rerotate", "duo:file=/a c+rerotate"),
+            ("kvzap:gates=models/kvzap/x.safetensors@0.5", "kvzap:gates=x@0.5"),
         ] {
             assert_eq!(without_folders(name), short);
         }
