@@ -77,6 +77,21 @@ fn configurations_that_differ_never_share_a_series() {
 }
 
 #[test]
+fn which_file_a_policy_was_built_from_is_said_where_two_have_one_name() {
+    let built_from = |policy: &str, hash: &str| {
+        with_cell(evicted(4096, policy, 0.25), |cell| cell.policy_file_hash = Some(hash.into()))
+    };
+    let series = |records: [Record; 2]| {
+        let rows = table(&of(records.into()), "drift-vs-budget");
+        rows.into_iter().map(|row| row["series"].clone()).collect::<Vec<_>>()
+    };
+    let apart = [built_from("dms:gates=a", "first"), built_from("dms:gates=b", "second")];
+    assert_eq!(series(apart), ["dms:gates=a", "dms:gates=b"]);
+    let alike = [built_from("dms:gates=a", "first"), built_from("dms:gates=a", "second")];
+    assert_eq!(series(alike), ["dms:gates=a file first", "dms:gates=a file second"]);
+}
+
+#[test]
 fn nothing_but_cells_without_room_is_still_a_figure() {
     let records = [1 << 20, 1 << 21].map(|context| pass(Measure::FORWARD, "naive", context));
     let rows = table(&of(records.into()), "latency-vs-context");
