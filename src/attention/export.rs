@@ -7,10 +7,10 @@
 
 use super::online::Logits;
 use super::source::token_biases;
-use super::strip::{SPAN, STRIP, cut, odd_lines, pack_queries, whole_lines};
+use super::strip::{SPAN, STRIP, cut, pack_queries};
 use super::{Forward, Shape};
 use crate::device::cpu::Slots;
-use crate::device::simd::pack::{Packed, transposed};
+use crate::device::simd::pack::{Packed, odd_lines, transposed, whole_lines};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
 use crate::device::simd::{Native, Simd, SimdBf16Op, math};
 use rayon::prelude::*;

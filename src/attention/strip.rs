@@ -13,20 +13,6 @@ pub const LANES: usize = 16;
 /// Keys are taken in multiples of it.
 pub const SPAN: usize = 2 * LANES;
 
-/// Elements of a cache line.
-const LINE: usize = 16;
-
-/// The distance of rows of so many words: an odd number of cache lines, lest rows of an operand meet in few sets of the
-/// first-level cache.
-pub const fn odd_lines(words: usize) -> usize {
-    (words.div_ceil(LINE) | 1) * LINE
-}
-
-/// Words of parts of scratch, each in whole cache lines, lest vectors and tiles lie across two.
-pub fn whole_lines<const N: usize>(parts: [usize; N]) -> [usize; N] {
-    parts.map(|words| words.next_multiple_of(LINE))
-}
-
 /// Packs queries along the head dim, negated under a negative scale; rows of `to` past the last become zero.
 #[inline(always)]
 pub fn pack_queries<S: Simd, U: Packed<S>>(simd: S, rows: Rows<'_>, negative: bool, steps: usize, to: &mut [U]) {

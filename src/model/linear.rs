@@ -17,7 +17,6 @@ use crate::device::simd::linear::{Columns, FEW, Few, Stripes};
 use crate::device::simd::loops::{add_scaled, encode};
 use crate::device::simd::panel::{
     Finish, PANEL, Panel, Rounded, Widen, is_one_span, padded_rows, panel_scratch, rounded_scratch, rounded_stride,
-    rounds,
 };
 use crate::format::with_codec;
 use crate::memory::Buffer;
@@ -144,7 +143,7 @@ impl Linear {
         let as_integers = |layer: &Linear| integers.zip(layer.codes());
         let is_rounded = |layer: &Linear| layer.may_round() && as_integers(layer).is_none();
         let any_is = layers.iter().any(|asked| is_rounded(asked.layer));
-        let (rounded, scratch) = match any_is && rows > FEW && x.rounds && rounds(cpu.isa()) {
+        let (rounded, scratch) = match any_is && x.are_rounded(cpu, rows) {
             true if x.lie_rounded => (Some(&x.data[..rounded_scratch(rows, x.width)]), scratch),
             true => {
                 let (rounded, scratch) = scratch.split_at_mut(rounded_scratch(rows, x.width));

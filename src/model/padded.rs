@@ -16,7 +16,7 @@ pub(super) struct PaddedRows {
     pub width: usize,
     pub stride: usize,
     /// Whether products with bf16 weights may round it to bf16.
-    pub rounds: bool,
+    rounds: bool,
     /// Whether what rows are is not in `data` in f32, but rounded to bf16 at its start, as [`super::linear`] reads them.
     pub lie_rounded: bool,
     /// What rows are rounded to before they are multiplied.
@@ -65,7 +65,12 @@ impl PaddedRows {
     /// have to be whole pairs, without anything that follows them.
     pub fn can_lie_rounded(&self, cpu: &Cpu, rows: usize) -> bool {
         let are_whole = self.width == self.stride && self.width >= 32;
-        self.rounds && rows > FEW && self.activations.is_none() && are_whole && rounds(cpu.isa())
+        self.are_rounded(cpu, rows) && self.activations.is_none() && are_whole
+    }
+
+    /// Whether products with bf16 weights round `rows` rows to bf16.
+    pub fn are_rounded(&self, cpu: &Cpu, rows: usize) -> bool {
+        self.rounds && rows > FEW && rounds(cpu.isa())
     }
 
     /// The first `rows` rows as whole numbers, as they were last rounded, where products of these are faster.

@@ -121,11 +121,13 @@ impl Naming {
             ISA,
             KNOBS,
         ]);
-        if compete(records, |cell| std::mem::take(&mut cell.workload_hash)) {
+        // A hash that merely follows the seed or the context is no difference worth a name.
+        let elsewhere = |cell: &Cell| Cell { workload_hash: String::new(), ..cell.clone() }.id();
+        if compete(records, |cell| (elsewhere(cell), &cell.workload_hash)) {
             all.push(WORKLOAD);
         }
-        // Which file it is, a policy says itself.
-        if compete(records, |cell| cell.policy_file_hash.take().unwrap_or_default()) {
+        // Which file it is, a policy says itself, unless the file has changed.
+        if compete(records, |cell| (cell.policy.as_deref().unwrap_or_default(), &cell.policy_file_hash)) {
             all.push(POLICY_FILE);
         }
         let values = |dimension: &Dimension| records.iter().map(|record| dimension(record)).collect::<BTreeSet<_>>();
@@ -150,13 +152,11 @@ impl Naming {
     }
 }
 
-/// Whether two cells differ in nothing but a hash, which is taken out of them. One that merely follows the seed, the context or the policy
-/// is no difference worth a name.
-fn compete(records: &[&Record], hash: impl Fn(&mut Cell) -> String) -> bool {
-    let mut hashes: BTreeMap<String, String> = BTreeMap::new();
+/// Whether two cells have the same first part, and not the same second.
+fn compete<'a, K: Ord, V: Copy + PartialEq>(records: &[&'a Record], parts: impl Fn(&'a Cell) -> (K, V)) -> bool {
+    let mut seen = BTreeMap::new();
     records.iter().any(|record| {
-        let mut elsewhere = record.cell.clone();
-        let hash = hash(&mut elsewhere);
-        hashes.insert(elsewhere.id(), hash.clone()).is_some_and(|other| other != hash)
+        let (key, value) = parts(&record.cell);
+        seen.insert(key, value).is_some_and(|other| other != value)
     })
 }

@@ -3,10 +3,10 @@
 use super::TileSizes;
 use crate::attention::online::{Logits, Running};
 use crate::attention::source::token_biases;
-use crate::attention::strip::{LANES, SPAN, STRIP, cut, odd_lines, pack_queries, whole_lines};
+use crate::attention::strip::{LANES, SPAN, STRIP, cut, pack_queries};
 use crate::attention::{Forward, Outputs, Shape};
 use crate::device::cpu::Slots;
-use crate::device::simd::pack::{Packed, stacked, transposed};
+use crate::device::simd::pack::{Packed, odd_lines, stacked, transposed, whole_lines};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
 use crate::device::simd::{Native, Simd, SimdBf16Op, narrow};
 use crate::tensor::DType;

@@ -12,6 +12,20 @@ use half::bf16;
 const MAX_LANES: usize = 16;
 const MAX_WIDTH: usize = 256;
 
+/// Elements of a cache line.
+const LINE: usize = 16;
+
+/// The distance of rows of so many words: an odd number of cache lines, lest rows of an operand meet in few sets of the
+/// first-level cache.
+pub const fn odd_lines(words: usize) -> usize {
+    (words.div_ceil(LINE) | 1) * LINE
+}
+
+/// Words of parts of scratch, each in whole cache lines, lest vectors and tiles lie across two.
+pub fn whole_lines<const N: usize>(parts: [usize; N]) -> [usize; N] {
+    parts.map(|words| words.next_multiple_of(LINE))
+}
+
 /// A unit that rows can be packed into. The rows handed over are single ones.
 pub trait Packed<S: Simd>: Unit<S> {
     /// The row's elements as units along it; the rest of `to` becomes zero.

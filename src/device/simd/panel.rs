@@ -8,7 +8,7 @@
 //! all panels: twice the speed or more, and what GPUs and other libraries do with such weights.
 
 use super::linear::{Columns, Stripes};
-use super::pack::{Packed, transposed, units_along};
+use super::pack::{Packed, odd_lines, transposed, units_along};
 use super::product::{Extents, Left, ROWS, Right, product};
 use super::reader::RowReader;
 use super::{Isa, Native, Simd, SimdBf16Op, SimdOp, Unit, narrow};
@@ -17,8 +17,8 @@ use std::ops::Range;
 
 /// Most rows of `w` that are packed together.
 pub const PANEL: usize = 128;
-/// The distance of packed steps: an odd number of cache lines, lest they meet in few sets of the first-level cache.
-const STEP_STRIDE: usize = PANEL + 16;
+/// The distance of packed steps.
+const STEP_STRIDE: usize = odd_lines(PANEL);
 /// Elements of these rows that are packed before they are multiplied.
 const SPAN: usize = 2048;
 /// Elements that are packed, and but for a matrix unit multiplied, at a time.
@@ -41,9 +41,9 @@ pub fn rounded_scratch(rows: usize, width: usize) -> usize {
     padded_rows(rows) * rounded_stride(width)
 }
 
-/// Words from one rounded row to the next: no power of two, so that neighbours fall into different sets of a cache.
+/// Words from one rounded row to the next.
 pub fn rounded_stride(width: usize) -> usize {
-    width.next_multiple_of(32) / 2 + 16
+    odd_lines(width.next_multiple_of(32) / 2)
 }
 
 /// Whether a path multiplies pairs of bf16, so that there is something to round `x` for.

@@ -89,6 +89,13 @@ fn which_file_a_policy_was_built_from_is_said_where_two_have_one_name() {
     assert_eq!(series(apart), ["dms:gates=a", "dms:gates=b"]);
     let alike = [built_from("dms:gates=a", "first"), built_from("dms:gates=a", "second")];
     assert_eq!(series(alike), ["dms:gates=a file first", "dms:gates=a file second"]);
+    // Another seed, whose workload is another too, is no reason to take the files for one.
+    let [first, second] = [("first", 0), ("second", 1)].map(|(hash, seed)| {
+        with_cell(built_from("dms:gates=a", hash), |cell| {
+            (cell.seed, cell.workload_hash) = (seed, format!("hash of seed {seed}"));
+        })
+    });
+    assert_eq!(series([first, second]), ["dms:gates=a file first", "dms:gates=a file second"]);
 }
 
 #[test]

@@ -2,10 +2,10 @@
 
 use super::scores::{Factors, Rows, Saved, gradients};
 use super::{Blocks, Plan, QueryBlock, whole};
-use crate::attention::strip::{LANES, SPAN, STRIP, cut, odd_lines, pack_queries, whole_lines};
+use crate::attention::strip::{LANES, SPAN, STRIP, cut, pack_queries};
 use crate::attention::{Forward, KeyBias};
 use crate::device::simd::math::scale;
-use crate::device::simd::pack::{self, Packed};
+use crate::device::simd::pack::{self, Packed, odd_lines, whole_lines};
 use crate::device::simd::product::{Extents, Left, ROWS, Right, product};
 use crate::device::simd::{Native, Simd, SimdBf16Op, narrow};
 use crate::tensor::{DType, Rows as TensorRows};
