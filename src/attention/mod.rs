@@ -112,9 +112,9 @@ pub struct Forward<'a> {
 }
 
 impl Forward<'_> {
-    /// Whether all that is multiplied is bf16 already, so that pairs of it may be.
+    /// Whether all that is multiplied may be pairs of bf16: what is bf16 already, and what codes stand for.
     pub(crate) fn is_bf16(&self) -> bool {
-        self.q.dtype() == DType::Bf16 && self.kv.format().dtype() == Some(DType::Bf16)
+        self.q.dtype() == DType::Bf16 && self.kv.format().is_read_as_bf16()
     }
 }
 

@@ -287,16 +287,24 @@ pub unsafe fn with_fifth<S: Simd>(
     }
 }
 
+/// The codes of a block's elements, zeros behind them. All are found before any is packed, because loops over neighbours become vectors.
+#[inline(always)]
+pub fn coded(block: &[f32], code: impl Fn(f32) -> u8) -> [u8; MOST] {
+    let mut codes = [0; MOST];
+    codes.iter_mut().zip(block).for_each(|(to, &x)| *to = code(x));
+    codes
+}
+
 /// The fifth bits of 32 codes.
-pub fn fifth_bits(code: impl Fn(usize) -> u8) -> u32 {
-    (0..32).fold(0, |high, index| high | u32::from(code(index) >> 4 & 1) << index)
+pub fn fifth_bits(codes: &[u8]) -> u32 {
+    codes[..32].iter().enumerate().fold(0, |high, (index, code)| high | u32::from(code >> 4 & 1) << index)
 }
 
 /// Writes codes of four bits as [`nibbles`] reads them; more bits are left out.
-pub fn put_nibbles(codes: impl Fn(usize) -> u8, to: &mut [u8]) {
-    for (index, byte) in to.iter_mut().enumerate() {
-        let first = index / 16 * 32 + index % 16;
-        *byte = codes(first) & 15 | codes(first + 16) << 4;
+pub fn put_nibbles(codes: &[u8], to: &mut [u8]) {
+    for (to, codes) in to.chunks_exact_mut(16).zip(codes.chunks_exact(32)) {
+        let (low, high) = codes.split_at(16);
+        to.iter_mut().zip(low.iter().zip(high)).for_each(|(to, (low, high))| *to = low & 15 | high << 4);
     }
 }
 
@@ -327,12 +335,12 @@ pub unsafe fn codes<S: Simd, const BITS: usize>(
 }
 
 /// Writes codes of so many bits: of four as [`put_nibbles`] does, of fewer eight in as many bytes as they have bits.
-pub fn put_codes(bits: usize, codes: impl Fn(usize) -> u8, to: &mut [u8]) {
+pub fn put_codes(bits: usize, codes: &[u8], to: &mut [u8]) {
     if bits == 4 {
         return put_nibbles(codes, to);
     }
-    for (eight, bytes) in to.chunks_exact_mut(bits).enumerate() {
-        let word = (0..8).fold(0, |word, at| word | u32::from(codes(8 * eight + at)) << (at * bits));
+    for (eight, bytes) in codes.chunks_exact(8).zip(to.chunks_exact_mut(bits)) {
+        let word = eight.iter().enumerate().fold(0, |word, (at, &code)| word | u32::from(code) << (at * bits));
         bytes.copy_from_slice(&word.to_le_bytes()[..bits]);
     }
 }

@@ -6,7 +6,7 @@
 //! rounds of scale and minimum. A token's row is its codes alone; what its group shares lies apart, so that a token that moves in the
 //! cache keeps its codes and stays with its group ([`ChannelScales`]).
 
-use super::blocks::{self, Blocks, LEAST, UNSIGNED, code, codes, put_codes};
+use super::blocks::{self, Blocks, LEAST, UNSIGNED, code, coded, codes, nearest_even, put_codes};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::ChannelScales;
@@ -87,7 +87,7 @@ impl<const BITS: usize> Blocks for ByChannel<BITS> {
         match BITS {
             // A signed byte is what registers are filled from.
             8 => to.iter_mut().zip(block).for_each(|(to, &x)| *to = x as u8 ^ 0x80),
-            _ => put_codes(BITS, |index| block[index] as u8, to),
+            _ => put_codes(BITS, &coded(block, |x| x as u8), to),
         }
     }
 
@@ -116,7 +116,8 @@ pub fn measure(group: &[f32], steps: f32, scales: &mut [f16], minimums: &mut [f1
 pub fn to_codes(key: &mut [f32], steps: f32, channels: ChannelScales<'_>) {
     for (x, (scale, minimum)) in key.iter_mut().zip(channels.scales.iter().zip(channels.minimums)) {
         // 0 / 0 is NaN, and `max` makes it 0.
-        *x = ((*x - minimum.to_f32()) / scale.to_f32()).max(0.0).min(steps).round_ties_even();
+        *x = ((*x - minimum.to_f32()) / scale.to_f32()).max(0.0).min(steps);
+        *x = nearest_even(*x);
     }
 }
 

@@ -35,19 +35,25 @@ impl<const MANTISSA: u32> Fp8<MANTISSA> {
 
     /// The code of the nearest number.
     pub(super) fn code(x: f32) -> u8 {
-        let sign = ((x.to_bits() >> 31) as u8) << 7;
-        let magnitude = match x.is_finite() {
-            true => {
-                let exponent = ((x.to_bits() >> 23 & 0xff) as i32 - 127).max(Self::LEAST);
-                let steps = f64::from(x.abs()) * f64::from(MANTISSA as i32 - exponent).exp2();
-                // Steps of a power of two are counted from its own first code; rounded up to the next, they carry.
-                let code = ((exponent - Self::LEAST) << MANTISSA) + steps.round_ties_even() as i32;
-                code.min(Self::MOST.into()) as u8
-            }
-            false if x.is_nan() || MANTISSA == 3 => 0x7f,
-            false => Self::MOST + 1,
-        };
-        sign | magnitude
+        let (sign, bits) = ((x.to_bits() >> 24) as u8 & 0x80, x.to_bits() & 0x7fff_ffff);
+        // Of a normal number the bits behind the mantissa's are rounded, ties to even, and what is carried counts up the exponent.
+        let behind = 23 - MANTISSA;
+        let normal = ((bits + (1 << (behind - 1)) - 1 + (bits >> behind & 1)) >> behind) as i32;
+        let normal = normal - ((126 + Self::LEAST) << MANTISSA);
+        // A number whose last bit counts the smallest steps rounds to these what is added to it.
+        let steps = f32::from_bits(((150 + Self::LEAST - MANTISSA as i32) as u32) << 23);
+        let small = (f32::from_bits(bits) + steps).to_bits() as i32 - steps.to_bits() as i32;
+        let is_small = bits < ((127 + Self::LEAST) as u32) << 23;
+        let finite = (if is_small { small } else { normal }).min(Self::MOST.into()) as u8;
+        let infinite = if MANTISSA == 3 { 0x7f } else { Self::MOST + 1 };
+        let infinity = f32::INFINITY.to_bits();
+        sign | if bits > infinity {
+            0x7f
+        } else if bits == infinity {
+            infinite
+        } else {
+            finite
+        }
     }
 }
 

@@ -10,7 +10,10 @@
 /// When the row has another number of elements.
 pub fn rotate(row: &mut [f32]) {
     assert!(row.len().is_power_of_two(), "{} elements are no power of two", row.len());
-    let mut half = 1;
+    let (lines, rest) = row.as_chunks_mut();
+    // Neighbours within a line are added without a loop, which vectors do by moving elements.
+    lines.iter_mut().for_each(|line| [step::<1>, step::<2>, step::<4>, step::<8>].iter().for_each(|step| step(line)));
+    let mut half = if rest.is_empty() { LINE } else { 1 };
     while half < row.len() {
         for pair in row.chunks_exact_mut(2 * half) {
             let (low, high) = pair.split_at_mut(half);
@@ -22,9 +25,34 @@ pub fn rotate(row: &mut [f32]) {
     row.iter_mut().for_each(|x| *x *= scale);
 }
 
+/// Elements of a line.
+const LINE: usize = 16;
+
+/// Sums and differences of the elements of a line that are `HALF` apart.
+#[inline(always)]
+fn step<const HALF: usize>(line: &mut [f32; LINE]) {
+    let other: [f32; LINE] = std::array::from_fn(|index| line[index ^ HALF]);
+    *line = std::array::from_fn(|index| if index & HALF == 0 { line[index] } else { -line[index] } + other[index]);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// By the definition: the sign of an entry is the parity of the bits that its row and its column have in common.
+    #[test]
+    fn a_row_is_multiplied_by_the_matrix() {
+        for count in [1usize, 2, 8, 16, 32, 64, 256] {
+            let row: Vec<f32> = (0..count).map(|index| (index * 37 % 101) as f32 - 50.0).collect();
+            let mut rotated = row.clone();
+            rotate(&mut rotated);
+            for (index, got) in rotated.iter().enumerate() {
+                let signed = |(column, x): (usize, &f32)| if (index & column).count_ones() % 2 == 0 { *x } else { -x };
+                let expected = row.iter().enumerate().map(signed).sum::<f32>() / (count as f32).sqrt();
+                assert!((got - expected).abs() <= 1e-3, "element {index} of {count}: {got}, not {expected}");
+            }
+        }
+    }
 
     #[test]
     fn four_elements_by_hand() {

@@ -8,7 +8,9 @@
 //! rotated before (see `hadamard.rs`), so that a large channel costs its group nothing. Elements that are not finite, or of
 //! more than f16 holds times the largest code, make their group so.
 
-use super::blocks::{self, Blocks, SIGNED, UNSIGNED, code, codes, half_at, largest, put_codes, put_half};
+use super::blocks::{
+    self, Blocks, SIGNED, UNSIGNED, byte, code, coded, codes, half_at, largest, nearest_even, put_codes, put_half,
+};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
@@ -29,6 +31,8 @@ pub struct Ints<const BITS: usize> {
 }
 
 impl<const BITS: usize> Ints<BITS> {
+    /// The bits of a code. An element that is not finite has any code.
+    const MASK: u8 = (1 << BITS) - 1;
     /// Codes that there are with a zero point, less one.
     const STEPS: f32 = ((1 << BITS) - 1) as f32;
     /// Largest code without one.
@@ -137,20 +141,22 @@ impl<const BITS: usize> Blocks for Ints<BITS> {
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
         let (codes, behind) = to.split_at_mut(self.codes());
-        // 0 / 0 is NaN, and becomes 0. Not a product with the reciprocal: that of a subnormal scale is infinite.
+        // Zeros are divided by 1. Not a product with the reciprocal: that of a subnormal scale is infinite.
+        let whole = |x: f32, least: f32, most: f32| byte(nearest_even(x.clamp(least, most)));
+        let by = |scale: f32| if scale == 0.0 { 1.0 } else { scale };
         if self.zero {
             let most = largest(block);
             let bounds = (f32::INFINITY, f32::NEG_INFINITY);
             let (least, greatest) = block.iter().fold(bounds, |(least, most), &x| (least.min(x), most.max(x)));
             // The minimum passes a NaN on.
             let least = put_half(behind, 2, if most.is_finite() { least } else { f32::NAN });
-            let scale = put_half(behind, 0, (greatest - least) / Self::STEPS);
-            let code = |x: f32| ((x - least) / scale).round_ties_even().clamp(0.0, Self::STEPS) as u8;
-            put_codes(BITS, |index| code(block[index]), codes);
+            let by = by(put_half(behind, 0, (greatest - least) / Self::STEPS));
+            let code = |x: f32| whole((x - least) / by, 0.0, Self::STEPS) as u8 & Self::MASK;
+            put_codes(BITS, &coded(block, code), codes);
         } else {
-            let scale = put_half(behind, 0, largest(block) / Self::MOST);
-            let code = |x: f32| (x / scale).round_ties_even().clamp(-Self::MOST, Self::MOST) as i8;
-            put_codes(BITS, |index| (code(block[index]) + Self::MIDDLE as i8) as u8, codes);
+            let by = by(put_half(behind, 0, largest(block) / Self::MOST));
+            let code = |x: f32| (whole(x / by, -Self::MOST, Self::MOST) + Self::MIDDLE as i8) as u8 & Self::MASK;
+            put_codes(BITS, &coded(block, code), codes);
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! 18 bytes for 32 elements, laid out as `q4_0`: 4.5 bits.
 
-use super::blocks::{Blocks, half_at, nearest_level, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{Blocks, coded, half_at, nearest_level, nibble, nibbles, put_half, put_nibbles};
 use super::fit::{put_not_finite, symmetric};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
@@ -64,7 +64,7 @@ impl Blocks for Iq4Nl {
         }
         let (scale, codes) = to.split_at_mut(2);
         let d = put_half(scale, 0, symmetric(block, |x| LEVELS[nearest(x)], LEVELS[0], (1.0, 7)));
-        put_nibbles(|index| nearest(if d == 0.0 { 0.0 } else { block[index] / d }) as u8, codes);
+        put_nibbles(&coded(block, |x| nearest(if d == 0.0 { 0.0 } else { x / d }) as u8), codes);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

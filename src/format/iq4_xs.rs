@@ -2,7 +2,7 @@
 //!
 //! A word has the upper two bits of the eight scales, four bytes the lower four of two each. 136 bytes for 256 elements: 4.25 bits.
 
-use super::blocks::{Blocks, half_at, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{Blocks, coded, half_at, nibble, nibbles, put_half, put_nibbles};
 use super::fit::{extreme, put_not_finite, signed, symmetric};
 use super::iq4_nl::{LEVELS, nearest};
 use crate::device::simd::Simd;
@@ -78,8 +78,8 @@ impl Blocks for Iq4Xs {
             to[2 + group / 4] |= bits >> 4 << (group % 4 * 2);
             to[4 + group / 2] |= (bits & 15) << (group % 2 * 4);
             let scale = d * code;
-            let code = |index: usize| nearest(if scale == 0.0 { 0.0 } else { block[index] / scale }) as u8;
-            put_nibbles(code, &mut to[CODES + 16 * group..][..16]);
+            let codes = coded(block, |x| nearest(if scale == 0.0 { 0.0 } else { x / scale }) as u8);
+            put_nibbles(&codes, &mut to[CODES + 16 * group..][..16]);
         }
     }
 

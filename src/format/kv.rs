@@ -93,6 +93,13 @@ impl KvFormat {
         self.full.first > 0 || self.full.recent > 0 || self.k.group_tokens().is_some()
     }
 
+    /// Whether a pass in bf16 reads keys and values as bf16: where they are that, and where they are coded, since what a token was
+    /// before it was coded was no more exact in such a pass. What is kept in f32 or f16 is read as it is.
+    pub fn is_read_as_bf16(self) -> bool {
+        let is = |dtype: Option<DType>| dtype.is_none_or(|dtype| dtype == DType::Bf16);
+        is(self.k.dtype()) && is(self.v.dtype()) && (!self.keeps_full() || self.full.dtype == DType::Bf16)
+    }
+
     /// Tokens that are coded together.
     pub fn group_tokens(self) -> usize {
         self.k.group_tokens().unwrap_or(1)

@@ -5,7 +5,7 @@
 //! scale, or by a whole one where it equals the largest with the other sign. What is kept is, bit by bit, what ggml keeps. 18 bytes for 32
 //! elements: 4.5 bits.
 
-use super::blocks::{Blocks, SIGNED, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{Blocks, SIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -50,7 +50,7 @@ impl Blocks for Q4_0 {
         let (scale, codes) = to.split_at_mut(2);
         put_half(scale, 0, d);
         let per = if d == 0.0 { 0.0 } else { 1.0 / d };
-        put_nibbles(|index| ((block[index] * per + 8.5) as u8).min(15), codes);
+        put_nibbles(&coded(block, |x| ((x * per + 8.5) as u8).min(15)), codes);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

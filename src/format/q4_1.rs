@@ -2,7 +2,7 @@
 //!
 //! `m = min x` and `d = (max - min) / 15`, as in `q5_1` with a bit less. 20 bytes for 32 elements: 5 bits.
 
-use super::blocks::{Blocks, UNSIGNED, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{Blocks, UNSIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -54,7 +54,7 @@ impl Blocks for Q4_1 {
         // The minimum passes a NaN on.
         put_half(to, 2, if largest(block).is_finite() { least } else { f32::NAN });
         let per = if d == 0.0 { 0.0 } else { 1.0 / d };
-        put_nibbles(|index| (((block[index] - least) * per + 0.5) as u8).min(15), &mut to[4..]);
+        put_nibbles(&coded(block, |x| (((x - least) * per + 0.5) as u8).min(15)), &mut to[4..]);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

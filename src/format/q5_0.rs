@@ -3,7 +3,7 @@
 //! As `q4_0`: the element of the largest magnitude is made -16, whatever its sign. Fifth bits lie as in `q5_1`. 22 bytes for 32
 //! elements: 5.5 bits.
 
-use super::blocks::{Blocks, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
+use super::blocks::{Blocks, coded, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -51,9 +51,9 @@ impl Blocks for Q5_0 {
         let d = block.iter().find(|x| x.abs() == most).map_or(f32::NAN, |x| x / -16.0);
         put_half(to, 0, d);
         let per = if d == 0.0 { 0.0 } else { 1.0 / d };
-        let code = |index: usize| ((block[index] * per + 16.5) as u8).min(31);
-        to[HIGH..LOW].copy_from_slice(&fifth_bits(code).to_le_bytes());
-        put_nibbles(code, &mut to[LOW..]);
+        let codes = coded(block, |x| ((x * per + 16.5) as u8).min(31));
+        to[HIGH..LOW].copy_from_slice(&fifth_bits(&codes).to_le_bytes());
+        put_nibbles(&codes, &mut to[LOW..]);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

@@ -4,7 +4,7 @@
 //! What is kept is, bit by bit, what ggml keeps: codes are found before `d` and `m` are rounded to f16, so that an element is
 //! off by half a scale and by what f16 rounds of both. 24 bytes for 32 elements: 6 bits.
 
-use super::blocks::{Blocks, UNSIGNED, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
+use super::blocks::{Blocks, UNSIGNED, coded, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -51,9 +51,9 @@ impl Blocks for Q5_1 {
         // The minimum passes a NaN on.
         put_half(to, 2, if largest(block).is_finite() { least } else { f32::NAN });
         let per = if d == 0.0 { 0.0 } else { 1.0 / d };
-        let code = |index: usize| (((block[index] - least) * per + 0.5) as u8).min(31);
-        to[HIGH..LOW].copy_from_slice(&fifth_bits(code).to_le_bytes());
-        put_nibbles(code, &mut to[LOW..]);
+        let codes = coded(block, |x| (((x - least) * per + 0.5) as u8).min(31));
+        to[HIGH..LOW].copy_from_slice(&fifth_bits(&codes).to_le_bytes());
+        put_nibbles(&codes, &mut to[LOW..]);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

@@ -159,7 +159,7 @@ impl Buffers {
 
 /// Elements of [`Buffers::rounded_q`]: none where the pass, its keys or its values are anything else.
 fn rounded_queries(config: &Config, setup: &Setup<'_>) -> usize {
-    let is_bf16 = [Some(setup.dtype), setup.kv_format.dtype()] == [Some(DType::Bf16); 2];
+    let is_bf16 = setup.dtype == DType::Bf16 && setup.kv_format.in_pass(setup.dtype).is_read_as_bf16();
     if is_bf16 { setup.rows() * config.q_width() } else { 0 }
 }
 

@@ -16,8 +16,9 @@ use crate::device::simd::integers::{Codes, Integers, Quad};
 use crate::device::simd::linear::{Columns, FEW, Few, Stripes};
 use crate::device::simd::loops::{add_scaled, encode};
 use crate::device::simd::panel::{
-    Finish, PANEL, Panel, Rounded, Widen, is_one_span, padded_rows, panel_scratch, rounded_scratch, rounded_stride,
+    Finish, PANEL, Panel, Rounded, is_one_span, padded_rows, panel_scratch, rounded_scratch, rounded_stride,
 };
+use crate::device::simd::widen::Widen;
 use crate::format::with_codec;
 use crate::memory::Buffer;
 use crate::tensor::{DType, Rows};

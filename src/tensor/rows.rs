@@ -49,8 +49,18 @@ pub struct ChannelScales<'a> {
 impl ChannelScales<'_> {
     /// Whole numbers of the channels from `first` on become what they stand for.
     pub fn apply(&self, first: usize, row: &mut [f32]) {
-        let channels = self.scales[first..].iter().zip(&self.minimums[first..]);
-        row.iter_mut().zip(channels).for_each(|(x, (scale, minimum))| *x = scale.to_f32() * *x + minimum.to_f32());
+        /// Channels whose scales are widened together, which is faster than one by one.
+        const MANY: usize = 64;
+        let channels = self.scales[first..].chunks(MANY).zip(self.minimums[first..].chunks(MANY));
+        for (row, (scales, minimums)) in row.chunks_mut(MANY).zip(channels) {
+            let [scales, minimums] = [scales, minimums].map(|halves| {
+                let mut wide = [0.0; MANY];
+                halves.convert_to_f32_slice(&mut wide[..halves.len()]);
+                wide
+            });
+            let channels = scales.iter().zip(&minimums);
+            row.iter_mut().zip(channels).for_each(|(x, (scale, minimum))| *x = scale * *x + minimum);
+        }
     }
 }
 

@@ -142,19 +142,24 @@ mod pairs {
         }
     }
 
+    /// A coded row as bf16, zeros behind it.
+    #[inline(always)]
+    fn rounded(simd: Avx512<true>, row: &Rows<'_>) -> [bf16; MAX_WIDTH] {
+        let (mut wide, mut narrow) = ([0.0; MAX_WIDTH], [bf16::ZERO; MAX_WIDTH]);
+        row.widen(&mut wide);
+        units_along::<_, Bf16Pair>(simd, &wide[..row.width()], bytemuck::cast_slice_mut(&mut narrow));
+        narrow
+    }
+
     impl Packed<Avx512<true>> for Bf16Pair {
         #[inline(always)]
-        fn along(_: Avx512<true>, row: Rows<'_>, to: &mut [Self]) {
+        fn along(simd: Avx512<true>, row: Rows<'_>, to: &mut [Self]) {
             let (elements, width) = (bytemuck::cast_slice_mut::<Self, bf16>(to), row.width());
             match row {
                 Rows::Bf16(row) if row.row(0).is_some() => {
                     elements[..width].copy_from_slice(row.row(0).unwrap_or_default());
                 }
-                Rows::Coded(_) => {
-                    let mut wide = [0.0; MAX_WIDTH];
-                    row.widen(&mut wide);
-                    elements[..width].iter_mut().zip(wide).for_each(|(to, wide)| *to = bf16::from_f32(wide));
-                }
+                Rows::Coded(_) => elements[..width].copy_from_slice(&rounded(simd, &row)[..width]),
                 _ => elements[..width].iter_mut().enumerate().for_each(|(column, to)| *to = narrow(&row, column)),
             }
             elements[width..].fill(bf16::ZERO);
@@ -164,14 +169,12 @@ mod pairs {
         fn across(simd: Avx512<true>, even: Rows<'_>, odd: Option<Rows<'_>>, to: &mut [Self]) {
             let width = even.width();
             if let Rows::Coded(_) = even {
-                let mut wide = [[0.0; MAX_WIDTH]; 2];
-                even.widen(&mut wide[0]);
-                odd.iter().for_each(|odd| odd.widen(&mut wide[1]));
-                let [even, odd] = wide;
-                let pairs = even.into_iter().zip(odd).take(width).chain(std::iter::repeat((0.0, 0.0)));
-                to.iter_mut().zip(pairs).for_each(|(to, (even, odd))| {
-                    *to = bytemuck::cast([bf16::from_f32(even), bf16::from_f32(odd)]);
-                });
+                let (even, odd) =
+                    (rounded(simd, &even), odd.map_or([bf16::ZERO; MAX_WIDTH], |odd| rounded(simd, &odd)));
+                let to = &mut to[..];
+                let whole = Self::interleave(simd, &even[..to.len().min(MAX_WIDTH)], &odd, to);
+                let pairs = even.iter().zip(&odd).map(|(&even, &odd)| bytemuck::cast([even, odd])).skip(whole);
+                to[whole..].iter_mut().zip(pairs).for_each(|(to, pair)| *to = pair);
                 return;
             }
             let mut column = 0;
@@ -293,6 +296,7 @@ pub fn stacked<'a, S: Simd, U: Packed<S>>(
 mod tests {
     use super::super::{Isa, Native, SimdBf16Op};
     use super::*;
+    use crate::format::RowFormat;
     use half::f16;
 
     /// Packs both ways and compares with the definition.
@@ -304,7 +308,7 @@ mod tests {
         #[inline(always)]
         fn run<S: Native>(self, simd: S) {
             check::<S, f32>(simd, self.0, self.1);
-            if matches!(self.0, Rows::Bf16(_)) {
+            if matches!(self.0, Rows::Bf16(_) | Rows::Coded(_)) {
                 check::<S, S::Bf16>(simd, self.0, self.1);
             }
         }
@@ -328,6 +332,7 @@ mod tests {
     }
 
     fn check<S: Simd, U: Packed<S>>(simd: S, rows: Rows<'_>, run: usize) {
+        let kept = |x: f32| if U::DEPTH == 2 { bf16::from_f32(x).to_f32() } else { x };
         let (count, width) = (rows.count(), rows.width());
         // Rows in runs of `run`, as pages have them.
         let source = |row: usize| rows.skip(row).first(run - row % run);
@@ -339,7 +344,8 @@ mod tests {
         for row in 0..columns {
             for step in 0..width.div_ceil(U::DEPTH) {
                 for (offset, got) in elements::<S, U>(to[step * stride + row]).into_iter().enumerate() {
-                    assert_eq!(got, element(&rows, row, step * U::DEPTH + offset), "key {row}, step {step}");
+                    let expected = kept(element(&rows, row, step * U::DEPTH + offset));
+                    assert_eq!(got, expected, "key {row}, step {step}");
                 }
             }
         }
@@ -350,7 +356,8 @@ mod tests {
         for (index, unit) in to.iter().enumerate() {
             for (offset, got) in elements::<S, U>(*unit).into_iter().enumerate() {
                 let row = index / stride * U::DEPTH + offset;
-                assert_eq!(got, element(&rows, row, index % stride), "value {row}, column {}", index % stride);
+                let expected = kept(element(&rows, row, index % stride));
+                assert_eq!(got, expected, "value {row}, column {}", index % stride);
             }
         }
     }
@@ -361,6 +368,16 @@ mod tests {
         let bf16s: Vec<bf16> = wide.iter().map(|&x| bf16::from_f32(x)).collect();
         let f16s: Vec<f16> = wide.iter().map(|&x| f16::from_f32(x)).collect();
         for (count, width) in [(1, 1), (5, 8), (16, 16), (33, 40), (48, 64), (50, 128), (17, 33), (20, 111), (6, 256)] {
+            for format in ["int8", "fp8-e4m3", "int4", "int3:zero=true", "int4:hadamard=true"] {
+                let format: RowFormat = format.parse().unwrap();
+                if format.check("a row", width).is_err() {
+                    continue;
+                }
+                let mut bytes = vec![0; count * format.row_bytes(width)];
+                format.encode(&wide[..count * width], width, &mut bytes);
+                let rows = format.rows(&bytes, [count, width]);
+                Isa::available().for_each(|isa| [16, 1000].into_iter().for_each(|run| isa.run_bf16(Check(rows, run))));
+            }
             for strides in [[width, 1], [width + 3, 1], [1, count]] {
                 for isa in Isa::available() {
                     for run in [16, 1000] {

@@ -10,8 +10,7 @@
 use super::linear::{Columns, Stripes};
 use super::pack::{Packed, odd_lines, transposed, units_along};
 use super::product::{Extents, Left, ROWS, Right, product};
-use super::reader::RowReader;
-use super::{Isa, Native, Simd, SimdBf16Op, SimdOp, Unit, narrow};
+use super::{Isa, Native, Simd, SimdBf16Op, Unit};
 use crate::tensor::{DType, Rows};
 use std::ops::Range;
 
@@ -88,7 +87,7 @@ pub fn is_one_span(width: usize) -> bool {
     width <= SPAN
 }
 
-/// Widens columns of the coded rows of a panel's first matrix (0) or second (1) to elements of a type, as a [`Widen`] does.
+/// Widens columns of the coded rows of a panel's first matrix (0) or second (1) to elements of a type, as a [`Widen`](super::widen::Widen) does.
 pub type WidenColumns<'a> = dyn Fn(usize, Range<usize>, DType, &mut [u8]) + 'a;
 /// What becomes of some columns of a row of `y` by their sums, those of a second matrix behind those of the first.
 pub type Finish<'a> = dyn Fn(&mut [f32], &mut [f32]) + 'a;
@@ -204,59 +203,6 @@ impl Panel<'_> {
                         _ => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += *sum),
                     }
                 }
-            }
-        }
-    }
-}
-
-/// Some columns of coded rows, widened.
-pub struct Widen<'a, R> {
-    /// The rows, whole.
-    pub rows: Rows<'a>,
-    /// What reads them.
-    pub reader: R,
-    /// The columns; the first is a multiple of 256.
-    pub columns: Range<usize>,
-    /// What becomes of elements.
-    pub dtype: DType,
-    /// Room for all of them.
-    pub to: &'a mut [u8],
-}
-
-impl<R: RowReader> SimdOp for Widen<'_, R> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        /// Vectors that are read together.
-        const MANY: usize = 8;
-        let Widen { rows, reader, columns, dtype, to } = self;
-        let (span, stride_bytes) = rows.span().expect("rows of a matrix lie along it");
-        assert!(columns.end <= rows.width() && rows.count() * columns.len() * dtype.bytes() == to.len());
-        let mut lanes = [0.0; MANY * 16];
-        for (row, to) in to.chunks_exact_mut(columns.len() * dtype.bytes()).enumerate() {
-            let row = span[row * stride_bytes..][..reader.row_bytes(rows.width())].as_ptr();
-            // SAFETY: the row holds the bytes of its width.
-            let scale = simd.splat(if R::SCALED { unsafe { reader.scale(row) } } else { 1.0 });
-            for (part, to) in to.chunks_mut(MANY * S::LANES * dtype.bytes()).enumerate() {
-                let (column, count) = (columns.start + part * MANY * S::LANES, to.len() / dtype.bytes());
-                let mut put = |index: usize, vector: S::Vector| {
-                    let vector = if R::SCALED { simd.mul(scale, vector) } else { vector };
-                    simd.write(&mut lanes[index * S::LANES..], vector);
-                };
-                // SAFETY: the row has these columns by the assertion above, and the last vector those that are left.
-                unsafe {
-                    if count == MANY * S::LANES {
-                        let vectors = reader.load_many::<S, MANY>(simd, row, column);
-                        vectors.into_iter().enumerate().for_each(|(index, vector)| put(index, vector));
-                    } else {
-                        for index in 0..count.div_ceil(S::LANES) {
-                            let (at, left) = (column + index * S::LANES, S::LANES.min(count - index * S::LANES));
-                            put(index, reader.load_part(simd, row, at, left));
-                        }
-                    }
-                }
-                narrow(simd, dtype, &lanes[..count], to);
             }
         }
     }
