@@ -287,25 +287,23 @@ pub unsafe fn with_fifth<S: Simd>(
     }
 }
 
-/// The codes of a block's elements, zeros behind them. All are found before any is packed, because loops over neighbours become vectors.
+/// The codes of 32 elements. All are found before any is packed, because loops over neighbours become vectors.
 #[inline(always)]
-pub fn coded(block: &[f32], code: impl Fn(f32) -> u8) -> [u8; MOST] {
-    let mut codes = [0; MOST];
-    codes.iter_mut().zip(block).for_each(|(to, &x)| *to = code(x));
-    codes
+pub fn coded(block: &[f32], code: impl Fn(f32) -> u8) -> [u8; LEAST] {
+    let block: &[f32; LEAST] = block.try_into().expect("32 elements");
+    block.map(code)
 }
 
 /// The fifth bits of 32 codes.
-pub fn fifth_bits(codes: &[u8]) -> u32 {
-    codes[..32].iter().enumerate().fold(0, |high, (index, code)| high | u32::from(code >> 4 & 1) << index)
+pub fn fifth_bits(codes: &[u8; LEAST]) -> u32 {
+    codes.iter().enumerate().fold(0, |high, (index, code)| high | u32::from(code >> 4 & 1) << index)
 }
 
-/// Writes codes of four bits as [`nibbles`] reads them; more bits are left out.
-pub fn put_nibbles(codes: &[u8], to: &mut [u8]) {
-    for (to, codes) in to.chunks_exact_mut(16).zip(codes.chunks_exact(32)) {
-        let (low, high) = codes.split_at(16);
-        to.iter_mut().zip(low.iter().zip(high)).for_each(|(to, (low, high))| *to = low & 15 | high << 4);
-    }
+/// Writes 32 codes of four bits as [`nibbles`] reads them; more bits are left out.
+#[inline(always)]
+pub fn put_nibbles(codes: &[u8; LEAST], to: &mut [u8]) {
+    let (low, high) = codes.split_at(LEAST / 2);
+    to.iter_mut().zip(low.iter().zip(high)).for_each(|(to, (low, high))| *to = low & 15 | high << 4);
 }
 
 /// The code of four bits of an element.
@@ -334,14 +332,19 @@ pub unsafe fn codes<S: Simd, const BITS: usize>(
     }
 }
 
-/// Writes codes of so many bits: of four as [`put_nibbles`] does, of fewer eight in as many bytes as they have bits.
-pub fn put_codes(bits: usize, codes: &[u8], to: &mut [u8]) {
-    if bits == 4 {
-        return put_nibbles(codes, to);
-    }
-    for (eight, bytes) in codes.chunks_exact(8).zip(to.chunks_exact_mut(bits)) {
-        let word = eight.iter().enumerate().fold(0, |word, (at, &code)| word | u32::from(code) << (at * bits));
-        bytes.copy_from_slice(&word.to_le_bytes()[..bits]);
+/// Writes codes of elements in so many bits: of four as [`put_nibbles`] does, of fewer eight in as many bytes as they have bits.
+#[inline(always)]
+pub fn put_codes(bits: usize, block: &[f32], code: impl Fn(f32) -> u8, to: &mut [u8]) {
+    for (block, to) in block.chunks_exact(LEAST).zip(to.chunks_exact_mut(LEAST / 8 * bits)) {
+        let codes = coded(block, &code);
+        if bits == 4 {
+            put_nibbles(&codes, to);
+            continue;
+        }
+        for (eight, bytes) in codes.chunks_exact(8).zip(to.chunks_exact_mut(bits)) {
+            let word = eight.iter().enumerate().fold(0, |word, (at, &code)| word | u32::from(code) << (at * bits));
+            bytes.copy_from_slice(&word.to_le_bytes()[..bits]);
+        }
     }
 }
 

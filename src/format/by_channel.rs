@@ -6,7 +6,7 @@
 //! rounds of scale and minimum. A token's row is its codes alone; what its group shares lies apart, so that a token that moves in the
 //! cache keeps its codes and stays with its group ([`ChannelScales`]).
 
-use super::blocks::{self, Blocks, LEAST, UNSIGNED, code, coded, codes, nearest_even, put_codes};
+use super::blocks::{self, Blocks, LEAST, UNSIGNED, code, codes, nearest_even, put_codes};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::ChannelScales;
@@ -87,7 +87,7 @@ impl<const BITS: usize> Blocks for ByChannel<BITS> {
         match BITS {
             // A signed byte is what registers are filled from.
             8 => to.iter_mut().zip(block).for_each(|(to, &x)| *to = x as u8 ^ 0x80),
-            _ => put_codes(BITS, &coded(block, |x| x as u8), to),
+            _ => put_codes(BITS, block, |x| x as u8, to),
         }
     }
 

@@ -9,7 +9,7 @@
 //! more than f16 holds times the largest code, make their group so.
 
 use super::blocks::{
-    self, Blocks, SIGNED, UNSIGNED, byte, code, coded, codes, half_at, largest, nearest_even, put_codes, put_half,
+    self, Blocks, SIGNED, UNSIGNED, byte, code, codes, half_at, largest, nearest_even, put_codes, put_half,
 };
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
@@ -152,11 +152,11 @@ impl<const BITS: usize> Blocks for Ints<BITS> {
             let least = put_half(behind, 2, if most.is_finite() { least } else { f32::NAN });
             let by = by(put_half(behind, 0, (greatest - least) / Self::STEPS));
             let code = |x: f32| whole((x - least) / by, 0.0, Self::STEPS) as u8 & Self::MASK;
-            put_codes(BITS, &coded(block, code), codes);
+            put_codes(BITS, block, code, codes);
         } else {
             let by = by(put_half(behind, 0, largest(block) / Self::MOST));
             let code = |x: f32| (whole(x / by, -Self::MOST, Self::MOST) + Self::MIDDLE as i8) as u8 & Self::MASK;
-            put_codes(BITS, &coded(block, code), codes);
+            put_codes(BITS, block, code, codes);
         }
     }
 

@@ -5,9 +5,7 @@
 //! scale apart at the ends: an element is off by at most 0.152 of it, and 0.046 near zero, where `int4` is off by 0.071
 //! anywhere. Of 64 elements, 34 bytes: 4.25 bits. With `scale=f32` the scale keeps what bitsandbytes' folders have: 36 bytes, 4.5 bits.
 
-use super::blocks::{
-    self, Blocks, MOST, coded, half_at, largest, nearest_level, nibble, nibbles, put_half, put_nibbles,
-};
+use super::blocks::{self, Blocks, half_at, largest, nearest_level, nibble, nibbles, put_codes, put_half, put_nibbles};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
@@ -53,9 +51,9 @@ impl Nf4 {
     pub fn put_wide(scale: f32, codes: impl Fn(usize) -> u8, to: &mut [u8]) {
         let (head, bytes) = to.split_at_mut(4);
         head.copy_from_slice(&scale.to_le_bytes());
-        let mut all = [0; MOST];
-        all[..2 * bytes.len()].iter_mut().enumerate().for_each(|(index, to)| *to = codes(index));
-        put_nibbles(&all, bytes);
+        for (part, to) in bytes.chunks_exact_mut(16).enumerate() {
+            put_nibbles(&std::array::from_fn(|index| codes(32 * part + index)), to);
+        }
     }
 
     /// Bytes of a scale, which stands in front of the codes.
@@ -143,7 +141,7 @@ impl Blocks for Nf4 {
             false => put_half(head, 0, scale),
         };
         // Of a scale of 0, zero itself.
-        put_nibbles(&coded(block, |x| Self::nearest(if scale == 0.0 { 0.0 } else { x / scale })), codes);
+        put_codes(4, block, |x| Self::nearest(if scale == 0.0 { 0.0 } else { x / scale }), codes);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

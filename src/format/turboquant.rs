@@ -7,7 +7,7 @@
 //! Hadamard matrix (`hadamard.rs`) in place of a random one, and a long row has a length for each group. There is no second
 //! code of the residual (QJL), which makes inner products unbiased at one bit more.
 
-use super::blocks::{self, Blocks, code, coded, codes, half_at, nearest_level, put_codes, put_half};
+use super::blocks::{self, Blocks, code, codes, half_at, nearest_level, put_codes, put_half};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
@@ -135,7 +135,7 @@ impl Blocks for TurboQuant {
         let square = block.iter().map(|x| x * x).sum::<f32>() / block.len() as f32;
         let scale = put_half(behind, 0, square.sqrt());
         let levels = &self.levels()[..1 << self.bits];
-        put_codes(self.bits, &coded(block, |x| nearest_level(levels, x / scale)), codes);
+        put_codes(self.bits, block, |x| nearest_level(levels, x / scale), codes);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {

@@ -7,7 +7,7 @@
 //! Products of an f16 and a difference of two codes have at most 20 bits, so that nothing is rounded in f32, in whichever order.
 
 use super::RowFormat;
-use super::blocks::{self, Blocks, MOST, UNSIGNED, half_at, largest, nibble, nibbles, put_nibbles};
+use super::blocks::{self, Blocks, UNSIGNED, half_at, largest, nibble, nibbles, put_nibbles};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use half::f16;
@@ -108,12 +108,13 @@ impl<const BITS: usize> Uint<BITS> {
         let (head, bytes) = to.split_at_mut(HEAD_BYTES);
         head[..2].copy_from_slice(&scale.to_le_bytes());
         head[2] = zero;
-        let mut all = [0; MOST];
-        all[..bytes.len() * 8 / BITS].iter_mut().enumerate().for_each(|(index, to)| *to = codes(index));
-        match BITS {
-            4 => put_nibbles(&all, bytes),
-            // A signed byte is what registers are filled from.
-            _ => bytes.iter_mut().zip(all).for_each(|(byte, code)| *byte = code ^ 0x80),
+        for (part, to) in bytes.chunks_exact_mut(4 * BITS).enumerate() {
+            let codes = std::array::from_fn(|index| codes(32 * part + index));
+            match BITS {
+                4 => put_nibbles(&codes, to),
+                // A signed byte is what registers are filled from.
+                _ => to.iter_mut().zip(codes).for_each(|(byte, code)| *byte = code ^ 0x80),
+            }
         }
     }
 

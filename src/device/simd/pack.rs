@@ -142,13 +142,12 @@ mod pairs {
         }
     }
 
-    /// A coded row as bf16, zeros behind it.
+    /// Puts a row in front of an array of zeros.
     #[inline(always)]
-    fn rounded(simd: Avx512<true>, row: &Rows<'_>) -> [bf16; MAX_WIDTH] {
-        let (mut wide, mut narrow) = ([0.0; MAX_WIDTH], [bf16::ZERO; MAX_WIDTH]);
+    fn round(simd: Avx512<true>, row: &Rows<'_>, to: &mut [bf16; MAX_WIDTH]) {
+        let mut wide = [0.0; MAX_WIDTH];
         row.widen(&mut wide);
-        units_along::<_, Bf16Pair>(simd, &wide[..row.width()], bytemuck::cast_slice_mut(&mut narrow));
-        narrow
+        units_along::<_, Bf16Pair>(simd, &wide[..row.width()], bytemuck::cast_slice_mut(to));
     }
 
     impl Packed<Avx512<true>> for Bf16Pair {
@@ -159,7 +158,11 @@ mod pairs {
                 Rows::Bf16(row) if row.row(0).is_some() => {
                     elements[..width].copy_from_slice(row.row(0).unwrap_or_default());
                 }
-                Rows::Coded(_) => elements[..width].copy_from_slice(&rounded(simd, &row)[..width]),
+                Rows::Coded(_) => {
+                    let mut rounded = [bf16::ZERO; MAX_WIDTH];
+                    round(simd, &row, &mut rounded);
+                    elements[..width].copy_from_slice(&rounded[..width]);
+                }
                 _ => elements[..width].iter_mut().enumerate().for_each(|(column, to)| *to = narrow(&row, column)),
             }
             elements[width..].fill(bf16::ZERO);
@@ -169,11 +172,11 @@ mod pairs {
         fn across(simd: Avx512<true>, even: Rows<'_>, odd: Option<Rows<'_>>, to: &mut [Self]) {
             let width = even.width();
             if let Rows::Coded(_) = even {
-                let (even, odd) =
-                    (rounded(simd, &even), odd.map_or([bf16::ZERO; MAX_WIDTH], |odd| rounded(simd, &odd)));
-                let to = &mut to[..];
-                let whole = Self::interleave(simd, &even[..to.len().min(MAX_WIDTH)], &odd, to);
-                let pairs = even.iter().zip(&odd).map(|(&even, &odd)| bytemuck::cast([even, odd])).skip(whole);
+                let [mut first, mut second] = [[bf16::ZERO; MAX_WIDTH]; 2];
+                round(simd, &even, &mut first);
+                odd.iter().for_each(|odd| round(simd, odd, &mut second));
+                let whole = Self::interleave(simd, &first, &second, to);
+                let pairs = first.iter().zip(&second).map(|(&even, &odd)| bytemuck::cast([even, odd])).skip(whole);
                 to[whole..].iter_mut().zip(pairs).for_each(|(to, pair)| *to = pair);
                 return;
             }
