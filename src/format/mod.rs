@@ -2,8 +2,9 @@
 //!
 //! A format turns a row of f32 into bytes and back, and reads a vector of the row in registers, so that neither `decode`
 //! nor a product of few rows with weights makes a widened copy. The type in which attention is computed is another matter:
-//! rows of any format are widened to f32 as they are read. Keys and values may have different formats ([`KvFormat`]), and
-//! weights one of their own. Adding a format is one file with a `RowCodec` and one line in `formats!`.
+//! rows of any format are widened to f32 as they are read, and a pass in bf16 over many queries rounds what codes stand for
+//! to bf16. Keys and values may have different formats ([`KvFormat`]), and weights one of their own. Adding a format is one
+//! file with a `RowCodec` and one line in `formats!`.
 
 mod blocks;
 mod by_channel;
