@@ -6,11 +6,12 @@
 //! rounds of scale and minimum. A token's row is its codes alone; what its group shares lies apart, so that a token that moves in the
 //! cache keeps its codes and stays with its group ([`ChannelScales`]).
 
-use super::blocks::{self, Blocks, LEAST, UNSIGNED, code, codes, nearest_even, put_codes};
+use super::blocks::{self, Blocks, LEAST, MOST, UNSIGNED, code, codes, nearest_even, put_codes};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::ChannelScales;
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 use std::fmt;
 
 /// Tokens of a group, where nothing else is asked for.
@@ -103,21 +104,34 @@ impl<const BITS: usize> Blocks for ByChannel<BITS> {
 /// hold `D`. A channel with an element that is not finite has such a minimum.
 pub fn measure(group: &[f32], steps: f32, scales: &mut [f16], minimums: &mut [f16]) {
     let width = scales.len();
-    for (channel, (scale, minimum)) in scales.iter_mut().zip(minimums).enumerate() {
-        let elements = || group[channel..].iter().step_by(width).copied();
-        let (least, most) =
-            elements().fold((f32::INFINITY, f32::NEG_INFINITY), |(least, most), x| (least.min(x), most.max(x)));
-        *minimum = f16::from_f32(if elements().all(f32::is_finite) { least } else { f32::NAN });
+    let (mut least, mut most, mut magnitude) = ([f32::INFINITY; MOST], [f32::NEG_INFINITY; MOST], [0; MOST]);
+    for key in group.chunks_exact(width) {
+        for (((x, least), most), magnitude) in key.iter().zip(&mut least).zip(&mut most).zip(&mut magnitude) {
+            (*least, *most) = (least.min(*x), most.max(*x));
+            *magnitude = (x.abs().to_bits().cast_signed()).max(*magnitude);
+        }
+    }
+    let bounds = least.iter().zip(&most).zip(&magnitude);
+    for ((scale, minimum), ((least, most), &magnitude)) in scales.iter_mut().zip(minimums).zip(bounds) {
+        let is_finite = f32::from_bits(magnitude.cast_unsigned()).is_finite();
+        *minimum = f16::from_f32(if is_finite { *least } else { f32::NAN });
         *scale = f16::from_f32((most - minimum.to_f32()) / steps);
     }
 }
 
-/// A token's key `[D]` becomes codes, whole numbers up to `steps`: outside what the group spans, the nearest that there is.
-pub fn to_codes(key: &mut [f32], steps: f32, channels: ChannelScales<'_>) {
-    for (x, (scale, minimum)) in key.iter_mut().zip(channels.scales.iter().zip(channels.minimums)) {
-        // 0 / 0 is NaN, and `max` makes it 0.
-        *x = ((*x - minimum.to_f32()) / scale.to_f32()).max(0.0).min(steps);
-        *x = nearest_even(*x);
+/// Tokens' keys `[tokens, D]` become codes, whole numbers up to `steps`: outside what the group spans, the nearest that there is.
+pub fn to_codes(keys: &mut [f32], steps: f32, channels: ChannelScales<'_>) {
+    let width = channels.scales.len();
+    let [scales, minimums] = [channels.scales, channels.minimums].map(|halves| {
+        let mut wide = [0.0; MOST];
+        halves.convert_to_f32_slice(&mut wide[..width]);
+        wide
+    });
+    for key in keys.chunks_exact_mut(width) {
+        for (x, (scale, minimum)) in key.iter_mut().zip(scales.iter().zip(&minimums)) {
+            // 0 / 0 is NaN, and `max` makes it 0.
+            *x = nearest_even(((*x - minimum) / scale).max(0.0).min(steps));
+        }
     }
 }
 

@@ -320,15 +320,13 @@ impl RowFormat {
 
     /// Scales and minimums of a group of keys `[tokens, D]`, and the keys as whole numbers in their place.
     pub(crate) fn normalise(self, keys: &mut [f32], scales: &mut [f16], minimums: &mut [f16]) {
-        let (width, steps) = (scales.len(), with_codec!(self, codec => codec.steps()));
-        by_channel::measure(keys, steps, scales, minimums);
-        let channels = ChannelScales { scales: &*scales, minimums: &*minimums };
-        keys.chunks_exact_mut(width).for_each(|key| self.to_codes(key, channels));
+        by_channel::measure(keys, with_codec!(self, codec => codec.steps()), scales, minimums);
+        self.to_codes(keys, ChannelScales { scales: &*scales, minimums: &*minimums });
     }
 
-    /// A key as whole numbers within what a group spans.
-    pub(crate) fn to_codes(self, key: &mut [f32], channels: ChannelScales<'_>) {
-        by_channel::to_codes(key, with_codec!(self, codec => codec.steps()), channels);
+    /// Keys `[tokens, D]` as whole numbers within what a group spans.
+    pub(crate) fn to_codes(self, keys: &mut [f32], channels: ChannelScales<'_>) {
+        by_channel::to_codes(keys, with_codec!(self, codec => codec.steps()), channels);
     }
 
     /// Whether a row's bytes, read as they lie, are those of the rotated row.
