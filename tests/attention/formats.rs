@@ -118,6 +118,35 @@ fn every_kernel_reads_what_every_format_keeps() {
     }
 }
 
+/// What codes stand for is rounded to bf16 there, where the processor multiplies bf16.
+#[test]
+fn a_pass_in_bf16_reads_what_every_format_keeps() {
+    for (extents, page_tokens) in
+        [([1, 4, 2, 60, 300, 64], 16), ([1, 3, 1, 21, 90, 128], 5), ([1, 2, 1, 35, 35, 32], 64)]
+    {
+        let shape = shape(extents);
+        let problem = Problem { shape, params: Params::new(shape.head_dim, true), dtype: DType::Bf16 };
+        let (inputs, arena) = (inputs(&problem, 11), Arena::unlimited());
+        for (format, _) in FORMATS_OF_KV {
+            let parsed: KvFormat = format.parse().unwrap();
+            if parsed.check(shape.head_dim, shape.kv_len).is_err() {
+                continue;
+            }
+            let cache = cache(&arena, parsed.in_pass(DType::Bf16), &inputs, page_tokens);
+            let [k, v] = widened(&cache);
+            let kept = DenseKv::new(k.view(), v.view()).unwrap();
+            let (expected, lse) = forward_over("reference", &problem, inputs.q.view(), &kept, cpu(1));
+            let (of_cache, _) = forward_over("reference", &problem, inputs.q.view(), &cache, cpu(1));
+            assert_eq!(of_cache, expected, "{format}: the reference reads the cache as it reads its widened copy");
+            for kernel in ["tiled", "tiled:br=7,bc=5", "decode", "naive"] {
+                let (o, own_lse) = forward_over(kernel, &problem, inputs.q.view(), &cache, cpu(2));
+                let apart = distance(&o, &expected).max(distance(&own_lse, &lse));
+                assert!(apart < 6e-3, "{kernel} over {format}, {extents:?}: {apart:e} from what the cache holds");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_cache_takes_the_bytes_of_its_format() {
     let problem = Problem { shape: shape([1, 2, 2, 1, 1024, 128]), params: Params::new(128, true), dtype: DType::F32 };
