@@ -59,6 +59,25 @@ impl PagedCache {
             .map_or_else(|| column.initial(slab.positions[place] as usize), |at| slab.columns[at][place])
     }
 
+    /// What the first tokens of a list carry in a column, as many as `to` holds.
+    ///
+    /// # Panics
+    /// When the list has fewer tokens.
+    pub fn read_column(&self, list: usize, column: Column, to: &mut [f32]) {
+        assert!(to.len() <= self.lens[list], "{} tokens of {}", to.len(), self.lens[list]);
+        let Some(at) = self.shape.columns.iter().position(|&kept| kept == column) else {
+            return to.iter_mut().enumerate().for_each(|(slot, value)| *value = self.column(list, slot, column));
+        };
+        let mut slot = 0;
+        while slot < to.len() {
+            let (store, of_store) = self.store(list, slot);
+            let run = store.column(list, of_store, at);
+            let count = run.len().min(to.len() - slot);
+            to[slot..slot + count].copy_from_slice(&run[..count]);
+            slot += count;
+        }
+    }
+
     /// Position at which the token in a slot was appended; where the cache does not keep [`Column::Origin`], the position
     /// of its key.
     ///

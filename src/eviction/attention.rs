@@ -2,7 +2,7 @@
 //! a column of the cache, and log-sum-exps that are recomputed when lists have changed since their queries attended.
 
 use crate::attention::{AttentionError, Forward, Kernel, Outputs, export};
-use crate::cache::PagedCache;
+use crate::cache::{Column, PagedCache};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 
 /// Attention that each token of a call's lists receives from its queries, `[B, Hkv, kv_len]`.
@@ -44,8 +44,7 @@ pub(super) fn accumulated(
     let mut sums = arena.alloc::<f32>(Label::Policy, lists * kv_len)?;
     for (index, sums) in sums.chunks_mut(kv_len.max(1)).enumerate() {
         let list = list(index);
-        let len = cache.lens()[list];
-        sums[..len].iter_mut().enumerate().for_each(|(slot, sum)| *sum = cache.attention(list, slot));
+        cache.read_column(list, Column::Attention, &mut sums[..cache.lens()[list]]);
     }
     Ok(sums)
 }

@@ -138,8 +138,7 @@ pub fn carried(
     let mut all = arena.alloc::<f32>(Label::Policy, lists * kv_len)?;
     for (index, gates) in all.chunks_mut(kv_len).enumerate() {
         let list = list(index);
-        let len = cache.lens()[list];
-        gates[..len].iter_mut().enumerate().for_each(|(slot, gate)| *gate = cache.column(list, slot, Column::Gate));
+        cache.read_column(list, Column::Gate, &mut gates[..cache.lens()[list]]);
     }
     Ok(all)
 }

@@ -95,8 +95,7 @@ impl Held<'_> {
         if cache.shape().columns.contains(&Column::Bias) {
             let mut biases = vec![0.0; lists * columns];
             for list in 0..lists {
-                let biases = biases[list * columns..].iter_mut().take(cache.lens()[list]).enumerate();
-                biases.for_each(|(slot, bias)| *bias = cache.column(list, slot, Column::Bias));
+                cache.read_column(list, Column::Bias, &mut biases[list * columns..][..cache.lens()[list]]);
             }
             named.push(("biases", biases));
         }
