@@ -27,7 +27,7 @@ In an experiment: [file] path = \"qkv.safetensors\", and layers in its grids.";
 /// A model and a text that it reads.
 #[derive(clap::Args)]
 pub struct ReadingArgs {
-    /// Hugging Face folder, or 'builtin'
+    /// Hugging Face folder, a GGUF file, or 'builtin'
     #[arg(long, value_name = "DIR", default_value = "builtin")]
     pub model: PathBuf,
     /// File with the text

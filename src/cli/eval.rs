@@ -65,7 +65,7 @@ const OF_YOURS: Defaults = Defaults {
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Hugging Face folders, or 'builtin'
+    /// Hugging Face folders, GGUF files, or 'builtin'
     #[arg(long, value_name = "DIR", value_delimiter = ',', default_value = "builtin")]
     model: Vec<String>,
     /// Tasks (see `kvsieve list tasks`) [default: niah-single-1,passkey; of the built-in model also recall and

@@ -30,7 +30,9 @@ impl Text {
         }
         let path = folder.join("tokenizer.json");
         if !path.exists() {
-            let reason = "there is no such file; text needs a tokenizer, `logits` takes tokens".into();
+            let reason =
+                "there is no such file; text needs a tokenizer, `logits` takes tokens, and a GGUF file is named itself"
+                    .into();
             return Err(ModelError::Config { path, reason });
         }
         let json = std::fs::read_to_string(&path)
