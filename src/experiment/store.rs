@@ -164,7 +164,14 @@ pub fn finished(records: &[Record], limit_bytes: u64) -> HashSet<String> {
 pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreError> {
     let mut records = read_parts(folder)?;
     // Last, because what failed while processes shared the run is run again into it, and of two records the later counts.
-    records.extend(read_records(&folder.join(CELLS))?.0);
+    let found = read_records(&folder.join(CELLS)).map_err(|error| match error {
+        StoreError::Read { path, reason } => StoreError::Read {
+            path,
+            reason: format!("{reason}; name a run's own folder, results/NAME/TIME-HASH-REVISION"),
+        },
+        other => other,
+    });
+    records.extend(found?.0);
     let mut records = current(records);
     earlier::renew_intervals(&mut records);
     let path = folder.join("env.json");

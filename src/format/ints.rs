@@ -155,7 +155,8 @@ impl<const BITS: usize> Blocks for Ints<BITS> {
             put_codes(BITS, block, code, codes);
         } else {
             let by = by(put_half(behind, 0, largest(block) / Self::MOST));
-            let code = |x: f32| (whole(x / by, -Self::MOST, Self::MOST) + Self::MIDDLE as i8) as u8 & Self::MASK;
+            let code =
+                |x: f32| whole(x / by, -Self::MOST, Self::MOST).wrapping_add(Self::MIDDLE as i8) as u8 & Self::MASK;
             put_codes(BITS, block, code, codes);
         }
     }

@@ -383,9 +383,9 @@ impl RowCode for RowFormat {
 /// As [`RowCodec::decode`], by vectors where it can be: these give the same bits on every path.
 fn read<C: RowCodec>(codec: C, format: &RowFormat, from: &[u8], first: usize, to: &mut [f32]) {
     let end = first + to.len();
+    let is_whole = || first == 0 && codec.row_bytes(end) == from.len() && codec.wants(end).is_none();
     // A rotated row is turned back whole.
-    let is_whole = first == 0 && codec.row_bytes(end) == from.len() && codec.wants(end).is_none();
-    if !first.is_multiple_of(Widen::<C>::STEP) || codec.rotated() && !is_whole {
+    if !first.is_multiple_of(Widen::<C>::STEP) || (codec.rotated() && !is_whole()) {
         return codec.decode(from, first, to);
     }
     let mut copy = [0; ROW_BYTES + BEHIND];

@@ -492,7 +492,7 @@ fn every_wrong_option_is_named_in_one_line() {
         (&["run", "x.toml", "--dryrun"], "unexpected argument '--dryrun' found"),
         (&["report"], "<DIR>..."),
         (&["report", "none"], "cannot read 'none/cells.jsonl': No such file"),
-        (&["report", "empty"], "cannot read 'empty/cells.jsonl'"),
+        (&["report", "empty"], "; name a run's own folder, results/NAME/TIME-HASH-REVISION"),
         (&["report", "empty", "--out", "new"], "cannot read 'empty/cells.jsonl'"),
         (&["report", "x.toml"], "cannot read 'x.toml/cells.jsonl'"),
     ];

@@ -87,7 +87,8 @@ pub fn is_one_span(width: usize) -> bool {
     width <= SPAN
 }
 
-/// Widens columns of the coded rows of a panel's first matrix (0) or second (1) to elements of a type, as a [`Widen`](super::widen::Widen) does.
+/// Widens columns of the coded rows of a panel's first matrix (0) or second (1) to elements of a type, as a
+/// [`Widen`](super::widen::Widen) does.
 pub type WidenColumns<'a> = dyn Fn(usize, Range<usize>, DType, &mut [u8]) + 'a;
 /// What becomes of some columns of a row of `y` by their sums, those of a second matrix behind those of the first.
 pub type Finish<'a> = dyn Fn(&mut [f32], &mut [f32]) + 'a;

@@ -30,7 +30,7 @@ impl<R: RowReader> SimdOp for Widen<'_, R> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         /// Vectors that are read together.
-        const MANY: usize = 8;
+        const MANY: usize = 4;
         let Widen { rows, reader, columns, dtype, to } = self;
         let (span, stride_bytes) = rows.span().expect("rows of a matrix lie along it");
         assert!(columns.start.is_multiple_of(Self::STEP) && columns.end <= rows.width());
