@@ -222,9 +222,9 @@ impl Pair {
                 let read = Token { key, value, position: cache.position(list, slot), attention, weight };
                 prop_assert_eq!(&read, token, "list {} slot {}", list, slot);
             }
-            let columns: [(Column, fn(&Token) -> f32); 2] =
-                [(Column::Attention, |token| token.attention), (Column::Weight, |token| token.weight)];
-            for (column, of) in columns {
+            type Of = fn(&Token) -> f32;
+            let [attention, weight]: [Of; 2] = [|token| token.attention, |token| token.weight];
+            for (column, of) in [(Column::Attention, attention), (Column::Weight, weight)] {
                 let mut read = vec![f32::NAN; tokens.len()];
                 cache.read_column(list, column, &mut read);
                 prop_assert!(
