@@ -11,7 +11,6 @@ use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::ChannelScales;
 use half::f16;
-use half::slice::HalfFloatSliceExt;
 use std::fmt;
 
 /// Tokens of a group, where nothing else is asked for.
@@ -122,11 +121,7 @@ pub fn measure(group: &[f32], steps: f32, scales: &mut [f16], minimums: &mut [f1
 /// Tokens' keys `[tokens, D]` become codes, whole numbers up to `steps`: outside what the group spans, the nearest that there is.
 pub fn to_codes(keys: &mut [f32], steps: f32, channels: ChannelScales<'_>) {
     let width = channels.scales.len();
-    let [scales, minimums] = [channels.scales, channels.minimums].map(|halves| {
-        let mut wide = [0.0; MOST];
-        halves.convert_to_f32_slice(&mut wide[..width]);
-        wide
-    });
+    let [scales, minimums] = channels.widened::<MOST>(0, width);
     for key in keys.chunks_exact_mut(width) {
         for (x, (scale, minimum)) in key.iter_mut().zip(scales.iter().zip(&minimums)) {
             // 0 / 0 is NaN, and `max` makes it 0.

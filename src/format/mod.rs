@@ -388,6 +388,7 @@ fn read<C: RowCodec>(codec: C, format: &RowFormat, from: &[u8], first: usize, to
     if !first.is_multiple_of(Widen::<C>::STEP) || (codec.rotated() && !is_whole()) {
         return codec.decode(from, first, to);
     }
+    // Behind a row of the cache more of it follows; nothing need follow these bytes.
     let mut copy = [0; ROW_BYTES + BEHIND];
     let bytes = match codec.group_tokens() {
         Some(_) => {

@@ -157,7 +157,7 @@ impl Buffers {
     }
 }
 
-/// Elements of [`Buffers::rounded_q`]: none where the pass, its keys or its values are anything else.
+/// Elements of [`Buffers::rounded_q`]: none where attention does not multiply what it reads as bf16.
 fn rounded_queries(config: &Config, setup: &Setup<'_>) -> usize {
     let is_bf16 = setup.dtype == DType::Bf16 && setup.kv_format.in_pass(setup.dtype).is_read_as_bf16();
     if is_bf16 { setup.rows() * config.q_width() } else { 0 }

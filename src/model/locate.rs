@@ -42,8 +42,10 @@ pub fn locate(name: &Path) -> Result<PathBuf, ModelError> {
     let found = std::iter::once(own.clone()).chain(above).find(|folder| folder.join("config.json").exists());
     found.ok_or_else(|| ModelError::Config {
         path: own,
-        reason: "the built-in model is neither in the working folder nor above the program; run in kvsieve's own folder, or name a model's"
-            .into(),
+        reason:
+            "the built-in model is neither in the working folder nor above the program; run in kvsieve's own folder, \
+                 or name a model's"
+                .into(),
     })
 }
 

@@ -49,18 +49,22 @@ pub struct ChannelScales<'a> {
 impl ChannelScales<'_> {
     /// Whole numbers of the channels from `first` on become what they stand for.
     pub fn apply(&self, first: usize, row: &mut [f32]) {
-        /// Channels whose scales are widened together, which is faster than one by one.
+        /// Channels at a time.
         const MANY: usize = 64;
-        let channels = self.scales[first..].chunks(MANY).zip(self.minimums[first..].chunks(MANY));
-        for (row, (scales, minimums)) in row.chunks_mut(MANY).zip(channels) {
-            let [scales, minimums] = [scales, minimums].map(|halves| {
-                let mut wide = [0.0; MANY];
-                halves.convert_to_f32_slice(&mut wide[..halves.len()]);
-                wide
-            });
+        for (part, row) in row.chunks_mut(MANY).enumerate() {
+            let [scales, minimums] = self.widened::<MANY>(first + part * MANY, row.len());
             let channels = scales.iter().zip(&minimums);
             row.iter_mut().zip(channels).for_each(|(x, (scale, minimum))| *x = scale * *x + minimum);
         }
+    }
+
+    /// Scales and minimums of `count` channels from `first` on, at most `N`, which is faster than one by one.
+    pub fn widened<const N: usize>(&self, first: usize, count: usize) -> [[f32; N]; 2] {
+        [self.scales, self.minimums].map(|halves| {
+            let mut wide = [0.0; N];
+            halves[first..first + count].convert_to_f32_slice(&mut wide[..count]);
+            wide
+        })
     }
 }
 

@@ -142,7 +142,7 @@ mod pairs {
         }
     }
 
-    /// Puts a row in front of an array of zeros.
+    /// Rounds a row to bf16, into the front of an array of zeros.
     #[inline(always)]
     fn round(simd: Avx512<true>, row: &Rows<'_>, to: &mut [bf16; MAX_WIDTH]) {
         let mut wide = [0.0; MAX_WIDTH];
