@@ -41,6 +41,9 @@ class Case:
     new_tokens: int
 
 
+# How many times as fast a prompt is to be, where that is more than as fast.
+PROMPT_GOALS = {("smollm2", "f32"): 1.3, ("smollm2", "bf16"): 2}
+
 CASES = [Case("builtin", dtype, 2048, 128) for dtype in ("f32", "bf16")]
 CASES += [Case("smollm2", dtype, 1500, 64) for dtype in ("f32", "bf16") if SMOLLM2.exists()]
 CASES += [Case("1B", dtype, 512, 16) for dtype in ("f32", "bf16")]
@@ -138,7 +141,8 @@ def main() -> None:
             result = measure(case, worker, peer, peer.folder(case, Path(scratch)), args.threads)
             results.append(result)
             for what, goal, own, theirs in (
-                (f"prompt of {case.prompt_tokens} tokens", 1, result["prefill"], result["peer_prefill"]),
+                (f"prompt of {case.prompt_tokens} tokens", PROMPT_GOALS.get((case.model, case.dtype), 1),
+                 result["prefill"], result["peer_prefill"]),
                 (f"a token after {case.prompt_tokens}", 2, result["step"], result["peer_step"]),
             ):
                 ratios = [b / a for a, b in zip(own, theirs)]

@@ -282,7 +282,7 @@ impl Args {
         let loss = evicts.then(|| tensors.loss(future.as_ref(), outcome));
         let lens = || outcome.kept.iter().map(|kept| kept.len());
         let kept: usize = lens().sum();
-        let mut warnings = policy.warnings(budget_tokens, shape.kv_len, 0, 1);
+        let mut warnings = policy.warnings(budget_tokens, shape.kv_len, 0, (1, shape.kv_heads));
         if policy.looks_at(Statistic::OutputProjection) && !file.has("w_o") {
             let told = "the input holds no w_o: values are weighed by their own norm, not by that of their projection";
             warnings.push(told.into());

@@ -112,7 +112,8 @@ impl Eviction<'_> {
         let token_bytes = format.token_bytes(config.head_dim);
         let lists = config.layers * config.kv_heads;
         let budget = self.policy.budget_tokens(self.name, self.budget.as_ref(), context_tokens, token_bytes, lists);
-        budget.map_or(Vec::new(), |budget| self.policy.warnings(budget, context_tokens, 0, config.layers))
+        let lists = (config.layers, config.kv_heads);
+        budget.map_or(Vec::new(), |budget| self.policy.warnings(budget, context_tokens, 0, lists))
     }
 }
 

@@ -77,14 +77,20 @@ impl Policy {
         Some(budget_tokens.saturating_sub(sink.saturating_add(window.saturating_sub(kept))))
     }
 
-    /// What a reader must know of a budget of `budget_tokens` in each KV head, on average, of `layers` layers and contexts of
+    /// What a reader must know of a budget of `budget_tokens` in each KV head, on average, of `(layers, KV heads)` and contexts of
     /// `context_tokens`: that nothing but protected tokens stays, or that its budget allocation does nothing. Nothing where the
     /// whole context stays; `kept` as in [`Policy::unprotected`].
-    pub fn warnings(&self, budget_tokens: usize, context_tokens: usize, kept: usize, layers: usize) -> Vec<String> {
+    pub fn warnings(
+        &self,
+        budget_tokens: usize,
+        context_tokens: usize,
+        kept: usize,
+        (layers, kv_heads): (usize, usize),
+    ) -> Vec<String> {
         let Some(scorer) = self.scorer.as_ref().filter(|_| budget_tokens < context_tokens) else { return Vec::new() };
         let window = scorer.protect(budget_tokens).window;
         let inert = self.layers.inert(budget_tokens, context_tokens, window, layers);
-        self.only_protected(budget_tokens, kept).into_iter().chain(inert).collect()
+        self.only_protected(budget_tokens, kept).into_iter().chain(inert).chain(self.heads.inert(kv_heads)).collect()
     }
 
     /// A warning where a budget keeps nothing but tokens that the policy never evicts, so that its scores have no say.
@@ -164,9 +170,22 @@ mod tests {
     }
 
     #[test]
+    fn an_allocation_that_has_nothing_to_divide_warns() {
+        for (text, inert, divides) in
+            [("snapkv+ada", 1, 2), ("snapkv+duo:heads=0.25", 3, 4), ("snapkv+duo:heads=1", 0, 1)]
+        {
+            let told =
+                |kv_heads| Registry::default().policy(text).unwrap().warnings(100, 1000, 0, (4, kv_heads)).concat();
+            assert!(told(divides).is_empty(), "{text}: {}", told(divides));
+            assert!(inert == 0 || told(inert).contains("is inert"), "{text}: {}", told(inert));
+        }
+    }
+
+    #[test]
     fn a_budget_of_nothing_but_protected_tokens_warns() {
-        let warns =
-            |text: &str, budget| !Registry::default().policy(text).unwrap().warnings(budget, 1000, 0, 4).is_empty();
+        let warns = |text: &str, budget| {
+            !Registry::default().policy(text).unwrap().warnings(budget, 1000, 0, (4, 2)).is_empty()
+        };
         for (text, least) in [
             ("snapkv:window=64", 65),
             ("snapkv:window=64+protect:sink=4", 69),

@@ -147,6 +147,14 @@ impl TensorFile {
         Ok((dims, dtype))
     }
 
+    /// Where a tensor's elements begin in the file, in bytes.
+    ///
+    /// # Errors
+    /// As [`TensorFile::describe`].
+    pub fn starts_at(&self, name: &str) -> Result<usize, FileError> {
+        Ok(self.find(name)?.2.start)
+    }
+
     /// Copies a tensor into the arena, refusing NaN and infinity.
     ///
     /// # Errors

@@ -5,7 +5,6 @@ use crate::attention::rope::RopeBase;
 use crate::memory::{Arena, Label};
 use crate::tensor::file::{FileError, TensorFile};
 use crate::tensor::{DType, Tensor};
-use safetensors::tensor::Metadata;
 use std::fs::File;
 use std::io::{Error, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -54,7 +53,8 @@ impl FileSource {
                 return Err(mismatched(path, "in k or v", found, asked, "store all three in one element type"));
             }
         }
-        let starts = starts(path).map_err(|error| unreadable(path, &error))?;
+        let start = |name| file.starts_at(name).map(|byte| byte as u64);
+        let starts = [start("q")?, start("k")?, start("v")?];
         let rope = match file.metadata("rope_theta") {
             None => None,
             Some(text) => Some(RopeBase::parse(&text).ok_or_else(|| {
@@ -146,7 +146,7 @@ impl FileSource {
         Ok(hasher.finalize().to_hex().to_string())
     }
 
-    /// The first tokens of every head of a tensor.
+    /// The first tokens of every head of a tensor, read and not mapped: pages of a mapped file count as the process's memory.
     fn tensor(&self, name: &str, start: u64, dims: [usize; 4], arena: &Arena) -> Result<Tensor, WorkloadError> {
         let fail = |error| unreadable(&self.path, &error);
         let mut tensor = Tensor::zeros(arena, Label::Input, self.dtype, dims)?;
@@ -164,22 +164,6 @@ impl FileSource {
             }
         }
     }
-}
-
-/// Where the data of `q`, `k` and `v` begin. Read apart from [`TensorFile`], which loads tensors only whole.
-fn starts(path: &Path) -> Result<[u64; 3], Error> {
-    let mut file = File::open(path)?;
-    let mut length = [0; 8];
-    file.read_exact(&mut length)?;
-    let length = u64::from_le_bytes(length);
-    let mut header = Vec::new();
-    file.take(length).read_to_end(&mut header)?;
-    let metadata: Metadata = serde_json::from_slice(&header)?;
-    let start = |name| -> Result<u64, Error> {
-        let info = metadata.info(name).ok_or_else(|| Error::other(format!("tensor '{name}' is gone")))?;
-        Ok(8 + length + info.data_offsets.0 as u64)
-    };
-    Ok([start("q")?, start("k")?, start("v")?])
 }
 
 fn unreadable(path: &Path, error: &Error) -> WorkloadError {

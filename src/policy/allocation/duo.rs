@@ -114,6 +114,13 @@ fn lowest(alpha: &Learned, share: f64) -> Vec<bool> {
     lowest
 }
 
+impl Duo {
+    /// Streaming heads of a layer, where no gates tell.
+    fn of_a_layer(&self, kv_heads: usize) -> usize {
+        (self.heads * kv_heads as f64) as usize
+    }
+}
+
 impl OverHeads for Duo {
     fn needs(&self) -> Vec<Statistic> {
         if self.streaming.is_some() { Vec::new() } else { vec![Statistic::RecentAttention] }
@@ -121,6 +128,16 @@ impl OverHeads for Duo {
 
     fn settles_lists(&self) -> bool {
         true
+    }
+
+    fn inert(&self, kv_heads: usize) -> Option<String> {
+        let is_asked = self.streaming.is_none() && self.heads > 0.0;
+        (is_asked && self.of_a_layer(kv_heads) == 0).then(|| {
+            format!(
+                "duo is inert: {} of {kv_heads} KV heads, rounded down, are no streaming heads in any layer",
+                self.heads
+            )
+        })
     }
 
     fn counts(
@@ -144,7 +161,7 @@ impl OverHeads for Duo {
                 let far: Vec<f64> = all.clone().map(|head| 1.0 - near(head)).collect();
                 let mut order: Vec<usize> = all.collect();
                 order.sort_by(|&a, &b| far[a].total_cmp(&far[b]));
-                let rest = order.split_off((self.heads * caps.len() as f64) as usize);
+                let rest = order.split_off(self.of_a_layer(caps.len()));
                 (order, rest)
             }
         };

@@ -75,6 +75,11 @@ pub trait OverHeads: Send + Sync {
         true
     }
 
+    /// Why it gives all of `kv_heads` heads the same, though it is there to divide.
+    fn inert(&self, _kv_heads: usize) -> Option<String> {
+        None
+    }
+
     /// Whether it chooses the tokens of some lists itself, in place of the scorer.
     fn settles_lists(&self) -> bool {
         false

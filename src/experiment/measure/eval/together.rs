@@ -126,8 +126,8 @@ impl State {
         };
         let policy = choice.policy;
         let budget = policy.budget_tokens(choice.name, choice.budget.as_ref(), shortest, token_bytes, lists);
-        let warnings =
-            budget.as_ref().map_or(Vec::new(), |&tokens| policy.warnings(tokens, shortest, kept, cell.layers));
+        let of = |&tokens: &usize| policy.warnings(tokens, shortest, kept, (cell.layers, cell.kv_heads));
+        let warnings = budget.as_ref().map_or(Vec::new(), of);
         let unprotected = budget.as_ref().ok().and_then(|&tokens| Some((tokens, policy.unprotected(tokens, kept)?)));
         // Some evict what the model writes too.
         let evicted = if policy.schedule.decoding == Decoding::Never { shortest } else { longest };

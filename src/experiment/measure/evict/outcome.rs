@@ -69,7 +69,8 @@ pub(in crate::experiment::measure) fn check(evicted: &Evicted<'_>, kept: &Kept, 
 /// What a reader should know before trusting the numbers.
 pub(in crate::experiment::measure) fn warnings(evicted: &Evicted<'_>) -> Vec<String> {
     let (cell, budget) = (evicted.cell, evicted.budget_tokens);
-    evicted.policy.map_or(Vec::new(), |policy| policy.warnings(budget, cell.context_tokens, 0, cell.layers))
+    let lists = (cell.layers, cell.kv_heads);
+    evicted.policy.map_or(Vec::new(), |policy| policy.warnings(budget, cell.context_tokens, 0, lists))
 }
 
 pub(in crate::experiment::measure) fn eviction(
