@@ -117,6 +117,23 @@ impl<'a> RowList<'a> {
         unsafe { *self.at.get_unchecked(index) }
     }
 
+    /// Asks for the `ROWS` rows, of `row_bytes` each, that are read some way after those from `index` on.
+    ///
+    /// # Safety
+    /// `index + ROWS` is at most `count`.
+    #[inline(always)]
+    pub(super) unsafe fn prefetch_rows<S: Simd, const ROWS: usize>(&self, simd: S, index: usize, row_bytes: usize) {
+        // SAFETY: the caller's promise.
+        let ahead = |row: usize| unsafe { self.row(index + row + self.ahead) };
+        // Where they lie one behind another, no line is asked for twice.
+        if ahead(ROWS - 1).addr().wrapping_sub(ahead(0).addr()) == (ROWS - 1) * row_bytes {
+            return ask(simd, ahead(0), ROWS * row_bytes);
+        }
+        for row in 0..ROWS {
+            ask(simd, ahead(row), row_bytes);
+        }
+    }
+
     /// Asks for `len_bytes` from byte `first` on of the row that is read some way after row `index`.
     ///
     /// # Safety
@@ -124,10 +141,15 @@ impl<'a> RowList<'a> {
     #[inline(always)]
     pub(super) unsafe fn prefetch<S: Simd>(&self, simd: S, index: usize, first: usize, len_bytes: usize) {
         // SAFETY: the caller's promise.
-        let from = unsafe { self.row(index + self.ahead) }.wrapping_add(first);
-        for line in (0..len_bytes).step_by(LINE_BYTES) {
-            simd.prefetch(from.wrapping_add(line));
-        }
+        ask(simd, unsafe { self.row(index + self.ahead) }.wrapping_add(first), len_bytes);
+    }
+}
+
+/// Asks for the lines of some bytes; those that begin on no line may lie in one more, which the row behind them asks for.
+#[inline(always)]
+fn ask<S: Simd>(simd: S, from: *const u8, len_bytes: usize) {
+    for line in (0..len_bytes).step_by(LINE_BYTES) {
+        simd.prefetch(from.wrapping_add(line));
     }
 }
 

@@ -40,18 +40,27 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         assert!(!R::OF_WEIGHTS, "a cache refuses formats of weights");
+        // What there is to a row beside its elements counts where one query is all that it is read for: a loop of its own.
+        match self.queries.len() / self.stride {
+            1 => self.run_for(simd, 1),
+            query_count => self.run_for(simd, query_count),
+        }
+    }
+}
+
+impl<R: RowReader> Dots<'_, R> {
+    /// The products of so many query rows, as many as there are.
+    #[inline(always)]
+    fn run_for<S: Simd>(self, simd: S, query_count: usize) {
         let Dots { reader, rows, range, queries, stride, scores } = self;
-        let query_count = queries.len() / stride;
         assert!(rows.width() <= stride && stride.is_multiple_of(S::LANES), "queries in whole vectors");
-        assert!(scores.len() >= query_count * BLOCK, "scores are too short");
+        assert!(queries.len() >= query_count * stride && scores.len() >= query_count * BLOCK, "scores are too short");
         let row_bytes = reader.row_bytes(rows.width());
         assert!(range.start <= range.end && range.end <= rows.count(), "rows {range:?} of {}", rows.count());
         let quads = range.end - range.len() % KEYS;
         for key in (range.start..quads).step_by(KEYS) {
-            for key in key..key + KEYS {
-                // SAFETY: `quads` is at most `count`.
-                unsafe { rows.prefetch(simd, key, 0, row_bytes) };
-            }
+            // SAFETY: `quads` is at most `count`.
+            unsafe { rows.prefetch_rows::<S, KEYS>(simd, key, row_bytes) };
             let keys: [*const u8; KEYS] = each(
                 std::ptr::null(),
                 #[inline(always)]
