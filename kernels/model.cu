@@ -51,7 +51,7 @@ struct Heads {
     const float *angles; // [tokens, head_dim], cosines and then sines of each row's position; null: nothing is rotated
     void *split;         // [heads, tokens, head_dim]
     int tokens, heads, head_dim;
-    int unused;
+    int pairs;           // channels p and pairs + p of a head are rotated together, for each p below; others stay
 };
 
 struct Each {
@@ -137,13 +137,14 @@ KERNEL(128) split_heads(ARGUMENT Heads h) {
         for (int d = threadIdx.x; d < h.head_dim; d += 128) store<ELEMENT>(h.split, to + d, from[d]);
         return;
     }
-    const int half = h.head_dim / 2;
+    const int half = h.pairs;
     const float *const angles = h.angles + token * h.head_dim;
     for (int pair = threadIdx.x; pair < half; pair += 128) {
         const float x = from[pair], y = from[half + pair], cosine = angles[pair], sine = angles[half + pair];
         store<ELEMENT>(h.split, to + pair, x * cosine - y * sine);
         store<ELEMENT>(h.split, to + half + pair, y * cosine + x * sine);
     }
+    for (int d = 2 * half + threadIdx.x; d < h.head_dim; d += 128) store<ELEMENT>(h.split, to + d, from[d]);
 }
 
 KERNEL(128) merge_heads(ARGUMENT Heads h) {

@@ -1,5 +1,6 @@
 //! Rotary position embedding in the rotate-half convention of Llama: channels `i` and `i + D/2` form pair `i`, which
-//! turns by `theta^(-2i/D)` radians per token. Pair 0 turns fastest, pair `D/2 - 1` slowest.
+//! turns by `theta^(-2i/D)` radians per token. Pair 0 turns fastest, pair `D/2 - 1` slowest. Where a model rotates a part of each head,
+//! there are fewer frequencies: `D` is what is rotated, the first channels of a row, and those behind it stay as they are.
 
 /// What inputs say of their RoPE.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -70,7 +71,7 @@ impl Frequencies {
 /// Rotates one row of `D` channels, as they were before RoPE, to `position`.
 ///
 /// # Panics
-/// When the row is not as long as the frequencies say.
+/// When the row is shorter than the frequencies say.
 pub fn rotate(row: &mut [f32], position: usize, frequencies: &Frequencies) {
     rotate_by(row, position as f64, frequencies);
 }
@@ -91,7 +92,7 @@ impl ModelRope {
     /// Rotates one row of `D` channels, as they were before RoPE, to `position`.
     ///
     /// # Panics
-    /// When the row is not as long as the frequencies say.
+    /// When the row is shorter than the frequencies say.
     pub fn rotate(&self, row: &mut [f32], position: f64) {
         let moved = self.frequencies.0.iter().map(|frequency| {
             let (sin, cos) = (position * frequency).sin_cos();
@@ -113,7 +114,7 @@ impl Rotation {
     /// Rotates one row of `D` channels.
     ///
     /// # Panics
-    /// When the row is not as long as the frequencies say.
+    /// When the row is shorter than the frequencies say.
     pub fn rotate(&self, row: &mut [f32]) {
         turn_pairs(row, self.0.iter().copied());
     }
@@ -144,9 +145,9 @@ impl<'a> Unrotation<'a> {
     /// Rotates a row back from `position`.
     ///
     /// # Panics
-    /// When the row is not as long as the frequencies say.
+    /// When the row is shorter than the frequencies say.
     pub fn unrotate(&mut self, row: &mut [f32], position: usize) {
-        assert_eq!(row.len(), 2 * self.at.len(), "a row has two channels for each frequency");
+        assert!(row.len() >= 2 * self.at.len(), "a row has two channels for each frequency");
         if self.next == Some(position) && self.left > 0 {
             self.left -= 1;
             for ([cos, sin], [step_cos, step_sin]) in self.at.iter_mut().zip(&self.step) {
@@ -172,7 +173,7 @@ fn rotate_by(row: &mut [f32], position: f64, frequencies: &Frequencies) {
 }
 
 fn turn_pairs(row: &mut [f32], sin_cos: impl ExactSizeIterator<Item = (f32, f32)>) {
-    assert_eq!(row.len(), 2 * sin_cos.len(), "a row has two channels for each frequency");
+    assert!(row.len() >= 2 * sin_cos.len(), "a row has two channels for each frequency");
     let (first, second) = row.split_at_mut(sin_cos.len());
     for ((x, y), (sin, cos)) in first.iter_mut().zip(second).zip(sin_cos) {
         (*x, *y) = (*x * cos - *y * sin, *y * cos + *x * sin);
@@ -203,6 +204,19 @@ mod tests {
         for (value, expected) in row.iter().zip(expected) {
             assert!((value - expected).abs() < 1e-6, "{row:?}");
         }
+    }
+
+    #[test]
+    fn channels_behind_the_rotated_ones_stay() {
+        let frequencies = Frequencies::new(4, 100.0);
+        let row = [1.0, 0.5, -2.0, 2.0, 7.0, -8.0];
+        let mut turned = rotated(&row, 3, &frequencies);
+        assert_eq!((&turned[..4], &turned[4..]), (&rotated(&row[..4], 3, &frequencies)[..], &row[4..]));
+        let mut moved = turned.clone();
+        Rotation::new(&frequencies, 5).rotate(&mut moved);
+        assert_eq!(moved[4..], row[4..]);
+        Unrotation::new(&frequencies).unrotate(&mut turned, 3);
+        assert!(turned.iter().zip(row).all(|(x, y)| (x - y).abs() < 1e-6), "{turned:?}");
     }
 
     proptest! {

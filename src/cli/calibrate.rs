@@ -88,6 +88,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         tokens: read.tokens.len(),
         threads: read.cpu.threads(),
     };
+    let pairs = read.config.rope.pairs(report.head_dim);
     let has = |method| args.method.contains(&method);
     let mut made = if has(Method::KvzipHeads) { vec![heads(reading, &read)?] } else { Vec::new() };
     let mut kinds: Vec<Activation> = Vec::new();
@@ -105,9 +106,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
                     made.push((qfilters::FILTERS, vec![report.layers, report.kv_heads, report.head_dim], filters));
                 }
                 _ => {
-                    let (centres, norms) = triattention::calibrate(&tensor.view());
+                    let (centres, norms) = triattention::calibrate(&tensor.view(), pairs);
                     made.push((triattention::CENTRES, vec![report.layers, report.q_heads, report.head_dim], centres));
-                    made.push((triattention::NORMS, vec![report.layers, report.q_heads, report.head_dim / 2], norms));
+                    made.push((triattention::NORMS, vec![report.layers, report.q_heads, pairs], norms));
                 }
             }
         }

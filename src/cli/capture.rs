@@ -16,7 +16,7 @@ use std::path::PathBuf;
 const EXAMPLES: &str = "\
 The output holds, with the chosen layers in place of sequences, q, o [layers, Hq, L, D] and k, v [layers, Hkv, L, D] after \
 RoPE, q_pre, k_pre before it, and the hidden states that they are projected from, hidden [layers, 1, L, hidden], all F32; \
-o is what attention gave in the model, with nothing evicted. Its metadata name the layers and, where RoPE is not scaled, rope_theta.\n\n\
+o is what attention gave in the model, with nothing evicted. Its metadata name the layers and, where RoPE is not scaled and turns whole heads, rope_theta.\n\n\
 Examples:
   kvsieve capture --model DIR --text novel.txt --layers 0,3 --output qkv.safetensors
   kvsieve attend --input qkv.safetensors --output o.safetensors --kernel tiled --causal
@@ -92,7 +92,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let reading = &args.reading;
     let kinds = NAMES.map(|(kind, _)| kind);
     let Run { config, layers, tensors, cpu, .. } = reading.capture(&args.layers, &kinds)?;
-    let rope_theta = (config.rope.scaling == RopeScaling::None).then_some(config.rope.theta);
+    let is_plain = config.rope.scaling == RopeScaling::None && config.rope.part == 1.0;
+    let rope_theta = is_plain.then_some(config.rope.theta);
     let listed = layers.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
     let mut metadata = HashMap::from([("layers".to_string(), listed)]);
     metadata.extend(rope_theta.map(|theta| ("rope_theta".to_string(), theta.to_string())));

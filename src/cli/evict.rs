@@ -43,7 +43,7 @@ needs rope_theta. Policies that evict nothing write what the last query reads: '
 Ties: of equal scores the later token is retained, where heads share a budget that of the last head; tie_rate says how many \
 scores have an equal.\n\n\
 With --device cuda q, k and v are of one type, and a cache on the GPU is filled and evicted from; policies are those \
-of positions, keys, values and attention (an error names them), with no action but rerotate. Memory is the GPU's, and \
+of positions, keys, values and attention (an error names them), with no action, and rerotate if wanted. Memory is the GPU's, and \
 evict_ns the GPU's own time.\n\n\
 Examples:
   kvsieve evict --input in.safetensors --output kept.safetensors --policy snapkv --budget 0.25

@@ -108,9 +108,9 @@ pub enum RopeScaling {
     /// Each frequency divided by a factor of its own, by another one in longer sequences than the original context (LongRoPE,
     /// arXiv 2402.13753; Phi 3).
     Long {
-        /// Factors up to the original context, `[D / 2]`.
+        /// Factors up to the original context, one for each pair of channels that is rotated.
         short: Vec<f32>,
-        /// Factors beyond it, `[D / 2]`.
+        /// Factors beyond it, as many.
         long: Vec<f32>,
         /// Context of the first training, in tokens.
         original_positions: usize,
@@ -124,6 +124,8 @@ pub enum RopeScaling {
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
+    /// Fraction of a head's channels, the first ones, that are rotated; the others are no different at any position (Phi 4 mini).
+    pub part: f64,
     /// RoPE scaling.
     pub scaling: RopeScaling,
 }

@@ -50,7 +50,7 @@ impl Eviction<'_> {
             (Axis::QHeads, config.q_heads),
             (Axis::KvHeads, config.kv_heads),
             (Axis::HeadDim, config.head_dim),
-            (Axis::RopePairs, config.head_dim / 2),
+            (Axis::RopePairs, config.rope.pairs(config.head_dim)),
             (Axis::Hidden, config.hidden),
         ];
         self.policy.check_parameters(self.name, &extents)?;

@@ -6,10 +6,22 @@ use super::config::{Rope, RopeScaling};
 use crate::attention::rope::Frequencies;
 use std::f64::consts::PI;
 
+/// Pairs of channels that are rotated where that is the fraction `part` of a head's channels, rounded down to whole pairs.
+pub(super) fn pairs(part: f64, head_dim: usize) -> usize {
+    // A fraction of a number of channels by that number need not be the former to the last bit.
+    (part * head_dim as f64 + 1e-6) as usize / 2
+}
+
 impl Rope {
+    /// Pairs of channels that are rotated, of a head of `head_dim` channels: `i` and `i` + their number, from the first on.
+    pub fn pairs(&self, head_dim: usize) -> usize {
+        pairs(self.part, head_dim)
+    }
+
     /// Frequencies of a head of `head_dim` channels in a sequence of `tokens` tokens, of a model made for
     /// `max_positions`. Only [`RopeScaling::Dynamic`] looks at the two, and [`RopeScaling::Long`] at the number of tokens.
     pub fn frequencies(&self, head_dim: usize, max_positions: usize, tokens: usize) -> Frequencies {
+        let head_dim = 2 * self.pairs(head_dim);
         let plain = |theta: f64| {
             (0..head_dim / 2).map(move |pair| theta.powf(-2.0 * pair as f64 / head_dim as f64)).collect::<Vec<f64>>()
         };
@@ -76,7 +88,8 @@ impl Rope {
     }
 }
 
-/// Writes the cosines and then the sines of a position's angles, times a factor, into a row as long as a head.
+/// Writes the cosines and then the sines of a position's angles, times a factor, into a row as long as a head, or to its start where a
+/// part of a head is rotated.
 pub(crate) fn angles(frequencies: &Frequencies, position: usize, factor: f64, row: &mut [f32]) {
     let (cosines, sines) = row.split_at_mut(frequencies.rad_per_token().len());
     for ((cosine, sine), frequency) in cosines.iter_mut().zip(sines).zip(frequencies.rad_per_token()) {
@@ -85,11 +98,11 @@ pub(crate) fn angles(frequencies: &Frequencies, position: usize, factor: f64, ro
     }
 }
 
-/// Rotates the heads of a token, side by side, by the angles of its position.
-pub(crate) fn rotate(heads: &mut [f32], angles: &[f32]) {
-    let (cosines, sines) = angles.split_at(angles.len() / 2);
+/// Rotates `pairs` pairs of channels of each head of a token, side by side, by the angles of its position.
+pub(crate) fn rotate(heads: &mut [f32], angles: &[f32], pairs: usize) {
+    let (cosines, sines) = angles.split_at(pairs);
     for head in heads.chunks_exact_mut(angles.len()) {
-        let (first, second) = head.split_at_mut(cosines.len());
+        let (first, second) = head.split_at_mut(pairs);
         for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cosines).zip(sines) {
             (*x, *y) = (*x * cos - *y * sin, *y * cos + *x * sin);
         }

@@ -15,6 +15,8 @@ use std::ops::Range;
 pub(super) struct Turns {
     forth: Vec<f32>,
     back: Vec<f32>,
+    /// Pairs of channels that turn.
+    pairs: usize,
 }
 
 impl Turns {
@@ -22,13 +24,13 @@ impl Turns {
     pub fn new(config: &Config, len: usize) -> Self {
         let (rope, dim) = (&config.rope, config.head_dim);
         let frequencies = rope.frequencies(dim, config.max_positions, len);
-        let mut forth = vec![0.0; len * dim];
+        let (pairs, mut forth) = (rope.pairs(dim), vec![0.0; len * dim]);
         for (at, row) in forth.chunks_exact_mut(dim).enumerate() {
             angles(&frequencies, at, rope.attention_factor(), row);
         }
         let mut back = forth.clone();
-        back.chunks_exact_mut(dim).for_each(|row| row[dim / 2..].iter_mut().for_each(|sine| *sine = -*sine));
-        Turns { forth, back }
+        back.chunks_exact_mut(dim).for_each(|row| row[pairs..2 * pairs].iter_mut().for_each(|sine| *sine = -*sine));
+        Turns { forth, back, pairs }
     }
 }
 
@@ -64,7 +66,7 @@ pub(super) fn split(
                         norm.row(cpu.isa(), &mut row);
                     }
                     if part < 2 {
-                        rotate(&mut row, &turns.forth[at * dim..][..dim]);
+                        rotate(&mut row, &turns.forth[at * dim..][..dim], turns.pairs);
                     }
                     dtype.encode(&row, to);
                 }
@@ -94,7 +96,7 @@ pub(super) fn merge(
                     let bytes = dim * dtype.bytes();
                     dtype.decode(&heads.bytes()[((batch * count + head) * long + place) * bytes..][..bytes], to);
                     if part < 2 {
-                        rotate(to, &turns.back[at * dim..][..dim]);
+                        rotate(to, &turns.back[at * dim..][..dim], turns.pairs);
                     }
                 }
             }

@@ -288,7 +288,7 @@ impl Parameters {
                 row[0] = gain * value;
             }
         };
-        let (half, frequencies) = (head_dim / 2, rope.frequencies(head_dim, max_positions, max_positions));
+        let (half, frequencies) = (rope.pairs(head_dim), rope.frequencies(head_dim, max_positions, max_positions));
         for head in 0..q_heads + kv_heads {
             let back = if head < q_heads { head + 1 } else { 0 };
             for pair in 0..FREQUENCIES.min(half) {

@@ -66,6 +66,21 @@ CASES = {
     "qwen2": ("Qwen2", dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)),
     "qwen3": ("Qwen3", dict(head_dim=16, num_hidden_layers=3)),
     "phi3": ("Phi3", dict(sliding_window=30)),
+    # Phi 4 mini's: three quarters of each head are rotated, by half as many factors as that has channels.
+    "phi4-mini": (
+        "Phi3",
+        dict(
+            hidden_size=64,
+            original_max_position_embeddings=96,
+            tie_word_embeddings=True,
+            **rope(
+                "longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+                long_factor=[1.2, 1.9, 2.5, 3.1, 3.9, 4.3],
+            ),
+        ),
+    ),
     "gemma2": (
         "Gemma2",
         dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=24, num_hidden_layers=4, tie_word_embeddings=True),

@@ -84,6 +84,7 @@ fn keys(architecture: &str, config: &Value) -> Vec<(String, Value)> {
     let kind = scaling["rope_type"].as_str().filter(|kind| !["default", "llama3", "longrope"].contains(kind));
     let is_long = scaling["rope_type"] == "longrope";
     let original = scaling["original_max_position_embeddings"].clone();
+    let part = scaling["partial_rotary_factor"].as_f64().unwrap_or(1.0);
     let longer = config["max_position_embeddings"].as_f64().unwrap() / original.as_f64().unwrap_or(1.0);
     let sharper = (1.0 + longer.ln() / original.as_f64().unwrap_or(2.0).ln()).sqrt();
     let head_dim = match config["head_dim"].as_u64() {
@@ -102,6 +103,7 @@ fn keys(architecture: &str, config: &Value) -> Vec<(String, Value)> {
         ("attention.sliding_window", config["sliding_window"].clone()),
         ("attn_logit_softcapping", config["attn_logit_softcapping"].clone()),
         ("final_logit_softcapping", config["final_logit_softcapping"].clone()),
+        ("rope.dimension_count", ((head_dim as f64 * part) as u64).into()),
         ("rope.freq_base", theta),
         ("rope.scaling.type", kind.map_or(Value::Null, Value::from)),
         ("rope.scaling.factor", kind.map_or(Value::Null, |_| scaling["factor"].clone())),

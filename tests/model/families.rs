@@ -375,7 +375,7 @@ fn rope(expected: &Value, config: &Value) -> Rope {
         }
         other => panic!("{other}"),
     };
-    Rope { theta: number("theta"), scaling }
+    Rope { theta: number("theta"), part: expected["part"].as_f64().unwrap_or(1.0), scaling }
 }
 
 /// As [`logits`] of one sequence, with activations rounded.

@@ -82,7 +82,7 @@ fn a_folder_becomes_a_file_that_reads_and_cuts_text_as_it_does() {
     };
     // Their own tokenizers are no byte-level BPE.
     let model = tempfile::tempdir().unwrap();
-    for name in ["llama", "llama-bias-tied", "linear", "yarn", "llama3", "qwen3", "longrope", "phi3"] {
+    for name in ["llama", "llama-bias-tied", "linear", "yarn", "llama3", "qwen3", "longrope", "phi3", "phi4-mini"] {
         let checkpoint = checkpoint(name);
         for file in ["config.json", "model.safetensors"] {
             std::fs::copy(checkpoint.folder.join(file), model.path().join(file)).unwrap();

@@ -177,6 +177,7 @@ fn text_is_cut_in_the_way_that_a_file_names() {
         ("qwen2", [9, 3, 1], false),
         ("deepseek-r1-qwen", [9, 3, 1], false),
         ("tekken", [10, 3, 1], true),
+        ("gpt-4o", [10, 1, 1], false),
     ] {
         let text = of(pre);
         let counted = ["helloWorld", "123", "!/"].map(|case| text.piece(case).unwrap().len());

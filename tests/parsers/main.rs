@@ -417,7 +417,7 @@ fn policies_and_budgets() {
         let asked = registry.policy(policy).map_err(said)?;
         for context in [1, 2, 7, 64, 1 << 20, usize::MAX >> 12] {
             let tokens = asked.budget_tokens(policy, Some(&budget), context, 256, 8);
-            let _ = tokens.map(|tokens| asked.warnings(tokens, context, 0, 1));
+            let _ = tokens.map(|tokens| asked.warnings(tokens, context, 0, (1, 2)));
         }
         let _ = (asked.needs(), asked.columns(), asked.is_even(), asked.rope(policy, None, 64).is_err());
         Ok(())

@@ -151,7 +151,7 @@ pub(crate) struct Heads<'a> {
     tokens: i32,
     heads: i32,
     head_dim: i32,
-    unused: i32,
+    pairs: i32,
     buffers: Borrowed<'a>,
 }
 
@@ -171,6 +171,8 @@ pub(crate) struct HeadsOperands<'a> {
     pub heads: usize,
     /// `D`.
     pub head_dim: usize,
+    /// Pairs of channels that angles rotate.
+    pub pairs: usize,
 }
 
 // SAFETY: see `Embedding`.
@@ -179,7 +181,10 @@ unsafe impl DeviceRepr for Heads<'_> {}
 impl<'a> Heads<'a> {
     /// Heads over buffers.
     pub fn new(operands: &'a HeadsOperands<'_>) -> Result<Self, CudaError> {
-        let HeadsOperands { dtype, tokens, heads, head_dim, .. } = *operands;
+        let HeadsOperands { dtype, tokens, heads, head_dim, pairs, .. } = *operands;
+        if 2 * pairs > head_dim {
+            return Err(CudaError::Operand(format!("{pairs} rotated pairs of a head of {head_dim} channels")));
+        }
         let elements = tokens * heads * head_dim;
         Ok(Heads {
             rows: has("rows", operands.rows, 4 * elements)?,
@@ -188,7 +193,7 @@ impl<'a> Heads<'a> {
             tokens: short("rows", tokens)?,
             heads: short("heads", heads)?,
             head_dim: short("head dim", head_dim)?,
-            unused: 0,
+            pairs: short("rotated pairs", pairs)?,
             buffers: PhantomData,
         })
     }

@@ -6,6 +6,7 @@ use crate::attention::Shape;
 use crate::model::ModelError;
 use crate::model::adapter::base;
 use crate::model::gguf::{Gguf, is_gguf};
+use crate::model::rope::pairs;
 use crate::tensor::DType;
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -275,11 +276,11 @@ fn rope(fields: &Fields<'_>, family: Family, max_positions: usize, head_dim: usi
         return Err("rope_parameters and rope_scaling say different things; leave one of them out".into());
     }
     let Some(inner) = newer.or(older) else {
-        whole(outer_partial)?;
-        return Ok(Rope { theta: outer_theta.unwrap_or(10_000.0), scaling: RopeScaling::None });
+        let part = part(outer_partial, family, head_dim)?;
+        return Ok(Rope { theta: outer_theta.unwrap_or(10_000.0), part, scaling: RopeScaling::None });
     };
     let theta = inner.number("rope_theta")?.or(outer_theta).unwrap_or(10_000.0);
-    whole(inner.number("partial_rotary_factor")?.or(outer_partial))?;
+    let part = part(inner.number("partial_rotary_factor")?.or(outer_partial), family, head_dim)?;
     let older_kind = inner.text("type")?;
     let kind = inner.text("rope_type")?.or(older_kind).unwrap_or("default");
     let number = |key, default| Ok::<f64, String>(inner.number(key)?.unwrap_or(default));
@@ -290,13 +291,12 @@ fn rope(fields: &Fields<'_>, family: Family, max_positions: usize, head_dim: usi
         "default" => RopeScaling::None,
         // Older configurations of Phi-3 call it su or yarn.
         "longrope" | "su" | "yarn" if family == Family::Phi3 => {
+            let pairs = pairs(part, head_dim);
             let factors = |key| {
                 let factors: Vec<f64> = inner.needed(key, inner.numbers(key)?)?;
                 match factors.len() {
-                    len if len == head_dim / 2 => Ok(factors.into_iter().map(|factor| factor as f32).collect()),
-                    len => {
-                        Err(format!("rope_scaling.{key} has {len} numbers; a head has {} frequencies", head_dim / 2))
-                    }
+                    len if len == pairs => Ok(factors.into_iter().map(|factor| factor as f32).collect()),
+                    len => Err(format!("rope_scaling.{key} has {len} numbers; a head has {pairs} frequencies")),
                 }
             };
             let longer = factor.unwrap_or(max_positions as f64 / original as f64);
@@ -341,16 +341,21 @@ fn rope(fields: &Fields<'_>, family: Family, max_positions: usize, head_dim: usi
         other => return Err(format!("rope_scaling type '{other}' is not understood; {SCALINGS}")),
     };
     inner.finish()?;
-    Ok(Rope { theta, scaling })
+    Ok(Rope { theta, part, scaling })
 }
 
-/// Refuses a RoPE that rotates only a part of a head.
-fn whole(partial: Option<f64>) -> Result<(), String> {
-    match partial {
-        Some(part) if part != 1.0 => {
-            Err(format!("partial_rotary_factor is {part}; only heads that are rotated as a whole (1) are understood"))
-        }
-        _ => Ok(()),
+/// The fraction of a head that is rotated: less than all of it in Phi 3's family alone.
+fn part(partial: Option<f64>, family: Family, head_dim: usize) -> Result<f64, String> {
+    match partial.unwrap_or(1.0) {
+        1.0 => Ok(1.0),
+        part if family != Family::Phi3 => Err(format!(
+            "partial_rotary_factor is {part}; heads of {} are rotated as a whole (1)",
+            family.architecture()
+        )),
+        part if part > 0.0 && part < 1.0 && pairs(part, head_dim) > 0 => Ok(part),
+        part => Err(format!(
+            "partial_rotary_factor is {part}; it must be at most 1 and rotate a pair of {head_dim} channels"
+        )),
     }
 }
 
@@ -377,7 +382,7 @@ mod tests {
     fn what_is_left_out_means_what_the_family_says() {
         let llama = read(with(json!({}))).unwrap();
         assert_eq!((llama.head_dim, llama.max_positions, llama.tied), (16, 2048, false));
-        assert_eq!(llama.rope, Rope { theta: 10_000.0, scaling: RopeScaling::None });
+        assert_eq!(llama.rope, Rope { theta: 10_000.0, part: 1.0, scaling: RopeScaling::None });
         let gemma = read(with(json!({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 8}))).unwrap();
         assert_eq!(gemma.windows, [Some(8), None]);
         assert_eq!((gemma.head_dim, gemma.final_softcap, gemma.tied), (256, Some(30.0), true));
@@ -436,7 +441,7 @@ mod tests {
         let inner = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 512});
         let older = read(with(json!({"rope_theta": 5e5, "rope_scaling": inner}))).unwrap();
-        assert_eq!(older.rope, Rope { theta: 5e5, scaling: expected });
+        assert_eq!(older.rope, Rope { theta: 5e5, part: 1.0, scaling: expected });
         let mut inner = inner;
         inner["rope_theta"] = json!(5e5);
         assert_eq!(read(with(json!({"rope_parameters": inner}))).unwrap().rope, older.rope);
@@ -484,7 +489,7 @@ mod tests {
             ),
             (json!({"rope_scaling": {"type": "linear", "factor": 4, "wave": 1}}), "rope_scaling.wave is 1"),
             (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor is missing"),
-            (json!({"partial_rotary_factor": 0.75}), "partial_rotary_factor is 0.75"),
+            (json!({"partial_rotary_factor": 0.75}), "partial_rotary_factor is 0.75; heads of LlamaForCausalLM"),
             (json!({"vocab_size": -3}), "vocab_size is -3; it must be a whole number"),
             (json!({"vocab_size": null}), "vocab_size is missing"),
             (json!({"num_key_value_heads": 3}), "4 query heads cannot share 3 KV heads"),

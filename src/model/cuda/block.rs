@@ -89,13 +89,13 @@ impl DeviceDecoder<'_> {
             layers.norm_in_place(q, q_norm, [count * config.q_heads, head_dim], flavour)?;
             layers.norm_in_place(k, k_norm, [count * config.kv_heads, head_dim], flavour)?;
         }
-        let angles = Some(&*asked);
+        let (angles, pairs) = (Some(&*asked), config.rope.pairs(head_dim));
         for (rows, angles, split, heads) in [
             (&mut *q, angles, &mut *q_heads, config.q_heads),
             (k, angles, &mut *k_heads, config.kv_heads),
             (v, None, &mut *v_heads, config.kv_heads),
         ] {
-            layers.split_heads(&HeadsOperands { rows, angles, split, dtype, tokens: count, heads, head_dim })?;
+            layers.split_heads(&HeadsOperands { rows, angles, split, dtype, tokens: count, heads, head_dim, pairs })?;
         }
         let lists = layer * config.kv_heads..(layer + 1) * config.kv_heads;
         self.cache.place(self.of.runtime, lists.clone(), [k_heads, v_heads], count, self.seen)?;
@@ -114,7 +114,8 @@ impl DeviceDecoder<'_> {
             evictor.see(config, there, layer, count, [&*q_heads, self.attend.lse()])?;
         }
         let heads = config.q_heads;
-        let joined = HeadsOperands { rows: q, angles: None, split: o_heads, dtype, tokens: count, heads, head_dim };
+        let tokens = count;
+        let joined = HeadsOperands { rows: q, angles: None, split: o_heads, dtype, tokens, heads, head_dim, pairs };
         layers.merge_heads(&joined)?;
 
         layers.linear(q, [(&weights.o, &mut *projected)], count, narrowed)?;

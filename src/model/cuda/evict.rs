@@ -243,6 +243,9 @@ pub(super) fn check(eviction: &Eviction<'_>, config: &Config) -> Result<(), Poli
     if config.windows.iter().any(Option::is_some) {
         return refuse("in a model with sliding windows nothing is evicted on CUDA yet");
     }
+    if policy.rerotates && config.rope.part < 1.0 {
+        return refuse("it rotates keys, of which the model rotates a part, which has no kernel yet");
+    }
     if Span::of_prefill(policy) == Span::All {
         return refuse("it looks at all queries of the context, which are not held on CUDA yet");
     }

@@ -66,11 +66,11 @@ impl Decoder<'_> {
             hook.rows(layer, Activation::KBeforeRope, &k[..rows * kv_width]);
         }
         // A memory rotates keys itself.
-        let rotates_keys = self.memory.is_none();
+        let (rotates_keys, pairs) = (self.memory.is_none(), config.rope.pairs(head_dim));
         let rotate = |((q, k), angles): ((&mut [f32], &mut [f32]), &[f32])| {
-            rope::rotate(q, angles);
+            rope::rotate(q, angles, pairs);
             if rotates_keys {
-                rope::rotate(k, angles);
+                rope::rotate(k, angles, pairs);
             }
         };
         match rows * q_width < SERIAL {

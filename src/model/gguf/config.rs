@@ -78,7 +78,8 @@ impl Gguf {
             self.metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix(name)?.strip_prefix('.')?, value)));
         for (key, value) in own {
             let needed: Value = match key {
-                "rope.dimension_count" | "attention.value_length" => config.head_dim.into(),
+                "rope.dimension_count" => (2 * config.rope.pairs(config.head_dim)).into(),
+                "attention.value_length" => config.head_dim.into(),
                 "attention.causal" => true.into(),
                 "rope.scaling.yarn_log_multiplier" => 0.0.into(),
                 "rope.scaling.attn_factor" if !matches!(config.rope.scaling, RopeScaling::Long { .. }) => 1.0.into(),
@@ -96,7 +97,7 @@ impl Gguf {
 
     /// Refuses factors of RoPE that are not those of the configuration that was made of the file.
     fn check_rope(&self, config: &Config) -> Result<(), String> {
-        let needed = config.head_dim / 2;
+        let needed = config.rope.pairs(config.head_dim);
         for name in rope::TENSORS {
             if let Some(info) = self.find(name).filter(|info| info.shape != [needed]) {
                 return Err(format!("tensor '{name}' has shape {:?}; [{needed}] is needed", info.shape));
@@ -155,6 +156,14 @@ impl Gguf {
             own("attention.sliding_window").filter(|_| matches!(family, Family::Phi3 | Family::Gemma2))
         {
             map.insert("sliding_window".into(), window.clone());
+        }
+        if family == Family::Phi3 {
+            let [rotated, heads, hidden, length] =
+                ["rope.dimension_count", "attention.head_count", "embedding_length", "attention.key_length"]
+                    .map(|key| own(key).and_then(Value::as_u64).filter(|&count| count > 0));
+            let head_dim = length.or(hidden.zip(heads).map(|(hidden, heads)| hidden / heads));
+            let part = rotated.zip(head_dim).map(|(rotated, head_dim)| rotated as f64 / head_dim as f64);
+            map.extend(part.map(|part| ("partial_rotary_factor".into(), part.into())));
         }
         if let Some(scaling) = self.rope_scaling(&own)? {
             if scaling["type"] == "longrope" {

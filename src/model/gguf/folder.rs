@@ -52,7 +52,7 @@ fn architecture(config: &Config) -> Result<Map<String, Value>, String> {
     put("attention.key_length", config.head_dim.into());
     put("attention.value_length", config.head_dim.into());
     put("attention.layer_norm_rms_epsilon", config.norm_eps.into());
-    put("rope.dimension_count", config.head_dim.into());
+    put("rope.dimension_count", (2 * config.rope.pairs(config.head_dim)).into());
     put("rope.freq_base", config.rope.theta.into());
     put("vocab_size", config.vocab.into());
     for (key, cap) in

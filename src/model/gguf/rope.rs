@@ -32,7 +32,7 @@ fn frequencies(rope: &Rope, head_dim: usize) -> Vec<f64> {
 
 /// What a scaling as Llama 3.1's divides each frequency by, `[D / 2]`.
 fn divided(rope: &Rope, head_dim: usize) -> Vec<f32> {
-    let plain = frequencies(&Rope { theta: rope.theta, scaling: RopeScaling::None }, head_dim);
+    let plain = frequencies(&Rope { scaling: RopeScaling::None, ..*rope }, head_dim);
     plain.iter().zip(frequencies(rope, head_dim)).map(|(plain, scaled)| (plain / scaled) as f32).collect()
 }
 
@@ -52,7 +52,8 @@ pub fn tensors(rope: &Rope, head_dim: usize) -> Vec<(&'static str, Vec<f32>)> {
 pub(super) fn of_factors(factors: &[f32], theta: f64) -> Result<Value, String> {
     let [low_freq_factor, high_freq_factor] = TURNS;
     let factor = factors.iter().copied().fold(1.0, f32::max);
-    let plain = frequencies(&Rope { theta, scaling: RopeScaling::None }, 2 * factors.len());
+    let rope = |scaling| Rope { theta, part: 1.0, scaling };
+    let plain = frequencies(&rope(RopeScaling::None), 2 * factors.len());
     // `1 / divided = (1 - smooth) / factor + smooth`, and `smooth` grows from 0 to 1 between the two numbers of turns.
     let between = factors.iter().zip(&plain).find(|&(&divided, _)| 1.0 < divided && divided < factor);
     let original = between.map(|(&divided, frequency)| {
@@ -63,7 +64,7 @@ pub(super) fn of_factors(factors: &[f32], theta: f64) -> Result<Value, String> {
     let original_positions = original.map_or(ORIGINAL, |original| original.round() as usize);
     let factor = f64::from(factor);
     let scaling = RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions };
-    let found = divided(&Rope { theta, scaling }, 2 * factors.len());
+    let found = divided(&rope(scaling), 2 * factors.len());
     let is_same = |(found, wanted): (&f32, &f32)| f64::from((found - wanted).abs()) <= TOLERANCE * f64::from(*wanted);
     if !factor.is_finite() || original_positions == 0 || !found.iter().zip(factors).all(is_same) {
         return Err(format!("it divides RoPE's frequencies by '{FACTORS}', which is none of Llama 3.1's scalings"));
@@ -93,7 +94,9 @@ mod tests {
         ] {
             let scaling =
                 RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions };
-            let [(FACTORS, factors)] = &tensors(&Rope { theta, scaling }, head_dim)[..] else { panic!("one tensor") };
+            let [(FACTORS, factors)] = &tensors(&Rope { theta, part: 1.0, scaling }, head_dim)[..] else {
+                panic!("one tensor")
+            };
             assert_eq!(factors.len(), head_dim / 2);
             let found = of_factors(factors, theta).unwrap();
             assert_eq!(found["factor"], factor);
@@ -106,6 +109,7 @@ mod tests {
         for factors in [&[0.0, 1.0][..], &[f32::NAN; 4], &[1.0, 7.0, 2.0, 8.0], &[-1.0; 4], &[f32::INFINITY; 4]] {
             assert!(of_factors(factors, 1e4).unwrap_err().contains("none of Llama 3.1's"), "{factors:?}");
         }
-        assert!(tensors(&Rope { theta: 1e4, scaling: RopeScaling::Linear { factor: 2.0 } }, 8).is_empty());
+        let linear = RopeScaling::Linear { factor: 2.0 };
+        assert!(tensors(&Rope { theta: 1e4, part: 1.0, scaling: linear }, 8).is_empty());
     }
 }

@@ -12,13 +12,14 @@ fn split(digits: &str) -> Value {
     ))
 }
 
-/// As these, but words end where small letters are followed by a capital: Mistral's from Nemo on.
-fn tekken() -> Value {
+/// As these, but words end where small letters are followed by a capital, and what is `behind` a word belongs to it: Mistral's from Nemo
+/// on, and OpenAI's o200k.
+fn by_case(behind: &str, digits: &str) -> Value {
     const SMALL: &str = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]";
     const CAPITAL: &str = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]";
     const BEFORE: &str = r"[^\r\n\p{L}\p{N}]?";
     cut_by(&format!(
-        r"{BEFORE}{CAPITAL}*{SMALL}+|{BEFORE}{CAPITAL}+{SMALL}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"{BEFORE}{CAPITAL}*{SMALL}+{behind}|{BEFORE}{CAPITAL}+{SMALL}*{behind}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ))
 }
 
@@ -48,7 +49,7 @@ struct Cut {
     composed: bool,
 }
 
-const CUTS: [Cut; 7] = [
+const CUTS: [Cut; 8] = [
     Cut { names: &["gpt-2", "phi-2"], pre_tokenizer: || bytes(true), whole: false, composed: false },
     Cut {
         names: &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"],
@@ -64,7 +65,13 @@ const CUTS: [Cut; 7] = [
     },
     Cut { names: &["qwen2"], pre_tokenizer: || split(""), whole: false, composed: true },
     Cut { names: &["dbrx", "smaug-bpe"], pre_tokenizer: || split("{1,3}"), whole: false, composed: false },
-    Cut { names: &["tekken"], pre_tokenizer: tekken, whole: true, composed: false },
+    Cut { names: &["tekken"], pre_tokenizer: || by_case("", ""), whole: true, composed: false },
+    Cut {
+        names: &["gpt-4o", "llama4"],
+        pre_tokenizer: || by_case("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}"),
+        whole: false,
+        composed: false,
+    },
     Cut { names: &["deepseek-r1-qwen", "megrez"], pre_tokenizer: || split(""), whole: false, composed: false },
 ];
 

@@ -156,6 +156,8 @@ pub(super) fn covariance(
 pub(super) struct AverageTurn {
     cos: [f32; Shape::MAX_HEAD_DIM / 2],
     sin: [f32; Shape::MAX_HEAD_DIM / 2],
+    /// Pairs that turn, the first channels of a row.
+    pairs: usize,
 }
 
 impl AverageTurn {
@@ -175,7 +177,8 @@ impl AverageTurn {
             what: "RoPE's base, to look at queries before RoPE: rope_theta in the tensor file's metadata",
         };
         let frequencies = context.before_rope.ok_or(missing)?.frequencies;
-        let mut turn = AverageTurn { cos: [0.0; Shape::MAX_HEAD_DIM / 2], sin: [0.0; Shape::MAX_HEAD_DIM / 2] };
+        let (cos, sin) = ([0.0; Shape::MAX_HEAD_DIM / 2], [0.0; Shape::MAX_HEAD_DIM / 2]);
+        let mut turn = AverageTurn { cos, sin, pairs: frequencies.rad_per_token().len() };
         for (pair, frequency) in frequencies.rad_per_token().iter().enumerate() {
             let (mut cos, mut sin) = (0.0, 0.0);
             let mut count = 0.0;
@@ -190,7 +193,7 @@ impl AverageTurn {
 
     /// `row = R row`.
     pub fn apply(&self, row: &mut [f32]) {
-        let (first, second) = row.split_at_mut(row.len() / 2);
+        let (first, second) = row.split_at_mut(self.pairs);
         for ((x, y), (cos, sin)) in first.iter_mut().zip(second).zip(self.cos.iter().zip(&self.sin)) {
             (*x, *y) = (*x * cos - *y * sin, *y * cos + *x * sin);
         }
@@ -202,7 +205,7 @@ impl AverageTurn {
         for row in matrix.chunks_exact_mut(stride).take(width) {
             self.apply(&mut row[..width]);
         }
-        let (first, second) = matrix[..width * stride].split_at_mut(width / 2 * stride);
+        let (first, second) = matrix[..width * stride].split_at_mut(self.pairs * stride);
         let pairs = first.chunks_exact_mut(stride).zip(second.chunks_exact_mut(stride));
         for ((first, second), (cos, sin)) in pairs.zip(self.cos.iter().zip(&self.sin)) {
             for (x, y) in first.iter_mut().zip(second) {
@@ -218,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_turn_of_a_matrix_is_the_turn_of_what_it_is_made_of() {
-        let mut turn = AverageTurn { cos: [0.0; 128], sin: [0.0; 128] };
+        let mut turn = AverageTurn { cos: [0.0; 128], sin: [0.0; 128], pairs: 2 };
         (turn.cos[0], turn.sin[0], turn.cos[1], turn.sin[1]) = (0.5, 0.25, -0.75, 1.0);
         let mut row = [1.0f32, -2.0, 3.0, 5.0];
         let stride = padded(4);
@@ -226,6 +229,11 @@ mod tests {
         for (to, x) in matrix.chunks_exact_mut(stride).zip(row) {
             to[..4].copy_from_slice(&row.map(|y| x * y));
         }
+        turn.pairs = 1;
+        let mut part = [1.0f32, 3.0, -2.0, 5.0];
+        turn.apply(&mut part);
+        assert_eq!(part, [1.0 * 0.5 - 3.0 * 0.25, 3.0 * 0.5 + 0.25, -2.0, 5.0]);
+        turn.pairs = 2;
         turn.apply(&mut row);
         assert_eq!(row, [1.0 * 0.5 - 3.0 * 0.25, 2.0 * 0.75 - 5.0, 3.0 * 0.5 + 0.25, -5.0 * 0.75 - 2.0]);
         turn.apply_twice(&mut matrix, 4);

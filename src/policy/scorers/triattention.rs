@@ -106,6 +106,7 @@ impl Scorer for TriAttention {
         let turn = AverageTurn::over(context, distances, ENTRY.name)?;
         let shape = context.call.shape;
         let (width, group, parts) = (shape.head_dim, shape.group(), parts(&shape));
+        let pairs = norms.at(&[0, 0]).len();
         let mut scratch =
             context.arena.alloc::<f32>(Label::Workspace, context.lists() * parts.iter().sum::<usize>())?;
         each_list(context, scores, &mut scratch, |list, scores, scratch| {
@@ -116,14 +117,15 @@ impl Scorer for TriAttention {
             for (head, (turned, weights)) in heads.enumerate() {
                 let of = [layer, list.head * group + head];
                 turned.copy_from_slice(centres.at(&of));
+                // Channels that no RoPE turns have their part in the product, and no weight here.
                 for (pair, (weight, norm)) in weights.iter_mut().zip(norms.at(&of)).enumerate() {
-                    *weight = norm - turned[pair].hypot(turned[pair + width / 2]);
+                    *weight = norm - turned[pair].hypot(turned[pair + pairs]);
                 }
                 turn.apply(turned);
             }
             list.keys(|slot, key| {
                 let mut sizes = [0.0; Shape::MAX_HEAD_DIM / 2];
-                let (first, second) = key.split_at(width / 2);
+                let (first, second) = key.split_at(pairs);
                 sizes.iter_mut().zip(first.iter().zip(second)).for_each(|(to, (x, y))| *to = (x * x + y * y).sqrt());
                 let heads = turned.chunks_exact(width).zip(weights.chunks_exact(width / 2));
                 for (raw, (turned, weights)) in raw.chunks_exact_mut(shape.kv_len).zip(heads) {
@@ -181,20 +183,20 @@ fn mean_over_layers(context: &Context<'_>, scores: &mut [f32]) -> Result<(), Pol
 }
 
 /// Centres `[layers, Hq, D]` and norms `[layers, Hq, D/2]` as a policy file has them, from a model's queries before RoPE over a
-/// text, `[layers, Hq, L, D]`.
-pub fn calibrate(q: &TensorView<'_>) -> (Vec<f32>, Vec<f32>) {
+/// text, `[layers, Hq, L, D]`, of whose channels RoPE turns the first `pairs` pairs: as many norms are made.
+pub fn calibrate(q: &TensorView<'_>, pairs: usize) -> (Vec<f32>, Vec<f32>) {
     let [layers, heads, tokens, width] = q.dims();
     let (mut centres, mut norms) = (Vec::new(), Vec::new());
     let mut row = [0.0; Shape::MAX_HEAD_DIM];
     let row = &mut row[..width];
     for (layer, head) in (0..layers).flat_map(|layer| (0..heads).map(move |head| (layer, head))) {
-        let (mut sum, mut sizes) = (vec![0.0f64; width], vec![0.0f64; width / 2]);
+        let (mut sum, mut sizes) = (vec![0.0f64; width], vec![0.0f64; pairs]);
         for token in 0..tokens {
             q.read_rows(layer, head, token, row);
             sum.iter_mut().zip(&*row).for_each(|(sum, &x)| *sum += f64::from(x));
-            let (first, second) = row.split_at(width / 2);
-            let pairs = first.iter().zip(second);
-            sizes.iter_mut().zip(pairs).for_each(|(sum, (&x, &y))| *sum += f64::from(x).hypot(f64::from(y)));
+            let (first, second) = row.split_at(pairs);
+            let both = first.iter().zip(second);
+            sizes.iter_mut().zip(both).for_each(|(sum, (&x, &y))| *sum += f64::from(x).hypot(f64::from(y)));
         }
         centres.extend(sum.iter().map(|sum| (sum / tokens as f64) as f32));
         norms.extend(sizes.iter().map(|sum| (sum / tokens as f64) as f32));
