@@ -70,14 +70,13 @@ CASES = {
     "phi4-mini": (
         "Phi3",
         dict(
-            hidden_size=64,
             original_max_position_embeddings=96,
             tie_word_embeddings=True,
             **rope(
                 "longrope",
                 partial_rotary_factor=0.75,
-                short_factor=[1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
-                long_factor=[1.2, 1.9, 2.5, 3.1, 3.9, 4.3],
+                short_factor=[1.0, 1.2, 1.5],
+                long_factor=[1.2, 2.5, 3.9],
             ),
         ),
     ),

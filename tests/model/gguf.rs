@@ -49,8 +49,8 @@ fn a_file_gives_the_logits_of_the_folder_that_it_is_made_from() {
         as_kept(&checkpoint.folder, folder.path());
         let wanted = logits(folder.path(), &checkpoint.tokens);
         let path = folder.path().join("model.gguf");
-        // The furthest logit of a random model of 32 or 64 channels is a tenth to nine tenths of a deviation off in Q8_0.
-        for (kind, bound) in [(F32, 1e-5), (Q8_0, 1.0)] {
+        // The furthest logit of a random model of 32 channels is a tenth to a half of a deviation off in Q8_0.
+        for (kind, bound) in [(F32, 1e-5), (Q8_0, 0.6)] {
             std::fs::write(&path, Parts::of(folder.path(), kind).bytes()).unwrap();
             let off = furthest(&logits(&path, &checkpoint.tokens), &wanted) / deviation(&wanted);
             assert!(off < bound, "{name}, {kind:?}: off by {off}");

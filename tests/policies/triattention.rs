@@ -144,10 +144,8 @@ fn scores_and_retained_tokens_are_those_of_the_public_code() {
 fn calibrated_centres_are_those_of_the_public_code() {
     for name in ["one", "two", "mqa", "long"] {
         let case = Case::open(name);
-        let (centres, norms) = {
-            let view = case.q_before_rope.view();
-            calibrate(&view, view.dims()[3] / 2)
-        };
+        let q = case.q_before_rope.view();
+        let (centres, norms) = calibrate(&q, q.dims()[3] / 2);
         for (got, (_, expected)) in [(centres, case.f32("centres")), (norms, case.f32("norms"))] {
             let off = got.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(got.len() == expected.len() && off < 2e-6, "{name}: off by {off}");

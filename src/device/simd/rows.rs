@@ -40,9 +40,10 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         assert!(!R::OF_WEIGHTS, "a cache refuses formats of weights");
-        // What there is to a row beside its elements counts where one query is all that it is read for: a loop of its own.
+        // What there is to a row beside its elements counts where one query is all that few bytes are read for: a loop of its own, where
+        // vectors are wide.
         match self.queries.len() / self.stride {
-            1 => self.run_for(simd, 1),
+            1 if R::TOGETHER && S::LANES == 16 => self.run_for(simd, 1),
             query_count => self.run_for(simd, query_count),
         }
     }
