@@ -12,6 +12,7 @@ mod duo;
 mod file;
 mod kvzap;
 mod kvzip;
+mod partial_rope;
 mod scorers;
 mod smollm2;
 mod triattention;
