@@ -17,17 +17,20 @@ use std::time::Instant;
 const EXAMPLES: &str = "\
 GGUF files: which tensor gets which type is llama.cpp's choice: more bits for the output matrix, in _m also for values and the MLP's \
 second half in half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32.\n\n\
+With --text errors count by the mean square of what each weight is multiplied with while the model reads it, as with llama.cpp's \
+importance matrix.\n\n\
 Folders: codes with an f16 scale for each group of inputs, as others read them: gptq, int4 and int8 in GPTQ's layout, awq in AWQ's. \
 int4 and int8 round each weight to its nearest code; gptq and awq choose codes by what matrices are multiplied with while the model \
 reads --text. All take group=128; all but awq symmetric=true; gptq bits=4, order=inputs|act and damp=0.01. nf4 is as bitsandbytes \
 has it, with an f32 scale for each block=64 inputs; fp8 is E4M3 with an f32 scale for each output (compressed-tensors), and w8a8 \
 bytes likewise, to be run with --activations int8: each token has a scale of its own, or with activations=static each layer one by \
-what it reads of --text. Embedding, output matrix and norms stay as the source's embedding is.\n\n\
+what it reads of --text; with smoothing=0.5 weights take half of the outliers of their inputs over (SmoothQuant). Embedding, output matrix and norms stay as the source's embedding is.\n\n\
 The tokenizer and the configuration go along. The error of a tensor is the relative L2 distance from what the source held, that of \
 outputs the same of what the matrix makes of the text.\n\n\
 Examples:
   kvsieve quantize --model DIR --format q4_k_m --output model-q4_k_m.gguf
   kvsieve quantize --model model-f16.gguf --format q8_0 --output model-q8_0.gguf --json -
+  kvsieve quantize --model DIR --format q3_k_m --text book.txt --output model-q3_k_m.gguf
   kvsieve quantize --model DIR --format gptq:group=64 --text book.txt --output model-gptq
   kvsieve quantize --model DIR --format awq --text book.txt --samples 64 --output model-awq
   kvsieve quantize --model DIR --format nf4 --output model-nf4
@@ -48,7 +51,7 @@ pub struct Args {
     /// GGUF file or folder to write
     #[arg(long, alias = "out", value_name = "FILE.gguf|DIR")]
     output: PathBuf,
-    /// Text by which gptq and awq choose codes, and static activations their scales
+    /// Text by which gptq and awq choose codes, GGUF types weigh errors, and scales of static or smoothed activations are found
     #[arg(long, value_name = "FILE", help_heading = "Calibration")]
     text: Option<PathBuf>,
     /// Pieces of the text, spread evenly
@@ -121,7 +124,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let text = tokens.as_deref().map(|tokens| Calibration { tokens, length: args.length });
     let (done, format) = match target {
         Target::Gguf(mixture) => {
-            (quantise(&source, mixture, &args.output, &cpu, &arena, wrote)?, mixture.name().to_string())
+            let done = quantise(&source, mixture, text, &args.output, (&cpu, &arena), wrote)?;
+            (done, mixture.name().to_string())
         }
         Target::Folder(recipe) => {
             let done = quantise_folder(&source, recipe, text, &args.output, (&cpu, &arena), wrote)?;
@@ -168,14 +172,15 @@ impl Args {
                 Target::Gguf(self.format.parse().map_err(known)?)
             }
         };
-        let (is_folder, reads_text) = match &target {
-            Target::Gguf(_) => (false, false),
-            Target::Folder(recipe) => (true, recipe.reads_text()),
-            Target::Scaled(scaled) => (true, scaled.reads_text()),
+        // Whether it needs a text, and whether it can do with one.
+        let (is_folder, needs_text, takes_text) = match &target {
+            Target::Gguf(mixture) => (false, false, mixture.is_fitted()),
+            Target::Folder(recipe) => (true, recipe.reads_text(), recipe.reads_text()),
+            Target::Scaled(scaled) => (true, scaled.reads_text(), scaled.reads_text()),
         };
         let is_gguf = self.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
         let shown = self.output.display();
-        let wrong = match (is_folder, reads_text, &self.text) {
+        let wrong = match (is_folder, needs_text, &self.text) {
             (false, ..) if !is_gguf => {
                 format!("--output is '{shown}'; {name} is written as a GGUF file, name it .gguf")
             }
@@ -186,9 +191,10 @@ impl Args {
                 format!("--output '{shown}' is there already; {name} is written as a folder of its own, name a new one")
             }
             (_, true, None) => format!("{} reads a text; give one with --text FILE", self.format),
-            (_, false, Some(_)) => {
-                format!("--text is for gptq, awq and w8a8:activations=static; {} reads none, leave it out", self.format)
-            }
+            (_, _, Some(_)) if !takes_text => format!(
+                "--text is for gptq, awq, static or smoothed w8a8 and GGUF types of six bits or fewer; {} reads none, leave it out",
+                self.format
+            ),
             _ => return Ok(target),
         };
         Err(Failure::usage(wrong))

@@ -88,6 +88,11 @@ pub trait Blocks: Copy + Send + Sync {
     /// Writes a block.
     fn encode(self, block: &[f32], to: &mut [u8]);
 
+    /// As [`RowCodec::encode_weighted`].
+    fn encode_weighted(self, block: &[f32], _weights: &[f32], to: &mut [u8]) {
+        <Self as Blocks>::encode(self, block, to);
+    }
+
     /// Reads a block.
     fn decode(self, block: &[u8], to: &mut [f32]);
 }
@@ -189,6 +194,16 @@ impl<B: Blocks> RowCodec for B {
         };
         let blocks = row.chunks_exact(self.elements()).zip(to.chunks_exact_mut(self.bytes()));
         blocks.for_each(|(block, to)| <B as Blocks>::encode(self, block, to));
+    }
+
+    fn encode_weighted(self, row: &[f32], weights: &[f32], to: &mut [u8]) {
+        // Weights are of elements, which rotation mixes.
+        if self.rotated() {
+            return RowCodec::encode(self, row, to);
+        }
+        let blocks = row.chunks_exact(self.elements()).zip(weights.chunks_exact(self.elements()));
+        let blocks = blocks.zip(to.chunks_exact_mut(self.bytes()));
+        blocks.for_each(|((block, weights), to)| <B as Blocks>::encode_weighted(self, block, weights, to));
     }
 
     fn decode(self, from: &[u8], first: usize, to: &mut [f32]) {

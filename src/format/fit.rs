@@ -2,9 +2,10 @@
 //!
 //! The scale that just holds the largest element is not the one with the least error. Some scales around it are tried: elements
 //! are rounded with each, and then the scale (and the minimum) that fits these codes best has a closed form. The pair of least
-//! weighted error is taken. Larger elements weigh more, because activations multiply them.
+//! weighted error is taken. Larger elements weigh more, because activations multiply them; where it is known what they are multiplied
+//! with, an element weighs by that too ([`importance`]), as with llama.cpp's importance matrix.
 
-use super::blocks::{largest, put_half};
+use super::blocks::{MOST, largest, put_half};
 
 /// How scales are tried.
 pub struct Search {
@@ -16,6 +17,25 @@ pub struct Search {
     pub steps: usize,
     /// Whether errors count by their square, or by themselves.
     pub squares: bool,
+}
+
+/// How scales beside minimums are tried where weights are of the inputs: in finer steps, for squares of errors.
+pub const fn finely(most: f32) -> Search {
+    Search { most, start: -0.9, step: 0.05, steps: 36, squares: true }
+}
+
+/// What errors of a row's elements weigh whose inputs have these mean squares: `inputs * sqrt(σ² + x²)`, with `σ²` the mean square of the
+/// row. Both that an element is large and that it is multiplied with much make it weigh (llama.cpp, `quantize_row_q4_0_impl`).
+pub fn importance(row: &[f32], inputs: &[f32]) -> Vec<f32> {
+    let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
+    row.iter().zip(inputs).map(|(x, input)| input * (mean + x * x).sqrt()).collect()
+}
+
+/// Weights of a block of which nothing is known but its elements: their squares.
+pub fn by_square(block: &[f32]) -> [f32; MOST] {
+    let mut weights = [0.0; MOST];
+    weights.iter_mut().zip(block).for_each(|(weight, x)| *weight = x * x);
+    weights
 }
 
 /// A scale and a minimum of at most 0, its sign turned, for `x = scale * code - least` with codes of 0 to `most`.
@@ -58,22 +78,35 @@ pub fn with_minimum(x: &[f32], weights: &[f32], search: &Search) -> [f32; 2] {
 }
 
 /// A scale for `x = scale * level(..)`: the element of the largest magnitude becomes about `end`, `steps` steps to both sides.
-pub fn symmetric(x: &[f32], level: impl Fn(f32) -> f32, end: f32, (step, steps): (f32, i32)) -> f32 {
+pub fn symmetric(x: &[f32], weights: &[f32], level: impl Fn(f32) -> f32, end: f32, (step, steps): (f32, i32)) -> f32 {
     let most = largest(x);
     let Some(&extreme) = x.iter().find(|x| x.abs() == most).filter(|_| most > 1e-15) else { return 0.0 };
     let (mut scale, mut gain) = (0.0, 0.0);
     // The plain choice comes first, and stays where nothing is better.
     for offset in std::iter::once(0).chain((-steps..=steps).filter(|&offset| offset != 0)) {
         let per = (end + step * offset as f32) / extreme;
-        let (xl, ll) = x.iter().fold((0.0, 0.0), |(xl, ll), &x| {
+        let (xl, ll) = x.iter().zip(weights).fold((0.0, 0.0), |(xl, ll), (&x, weight)| {
             let level = level(per * x);
-            (xl + x * x * x * level, ll + x * x * level * level)
+            (xl + weight * x * level, ll + weight * level * level)
         });
         if ll > 0.0 && xl * xl > gain * ll {
             (scale, gain) = (xl / ll, xl * xl / ll);
         }
     }
     scale
+}
+
+/// What scales of a super-block's groups, none of them negative, are multiplied with to become codes of 0 to `most`, and what codes are
+/// multiplied with: the largest becomes `most`, or with weights what fits all of them best.
+pub fn of_scales(scales: &[f32], weights: Option<&[f32]>, most: f32) -> [f32; 2] {
+    let largest = scales.iter().fold(0.0f32, |most, &scale| most.max(scale));
+    match weights.filter(|_| largest > 0.0) {
+        Some(weights) => {
+            let scale = symmetric(scales, weights, |x| x.round_ties_even().clamp(0.0, most), most, (0.1, 4));
+            [if scale > 0.0 { 1.0 / scale } else { 0.0 }, scale]
+        }
+        None => [if largest > 0.0 { most / largest } else { 0.0 }, largest / most],
+    }
 }
 
 /// Whole numbers from `-half` to `half - 1`.
@@ -99,6 +132,8 @@ pub fn put_not_finite(block: &[f32], to: &mut [u8], at: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::super::blocks::there_and_back;
+    use crate::format::RowFormat;
+    use crate::tensor::RowCode;
     use proptest::prelude::*;
 
     /// Formats whose scales are searched for, and what numbers of one size may lose, as a relative L2 distance.
@@ -137,6 +172,39 @@ mod tests {
                 assert!(back[300].is_nan() && back[..256].iter().all(|x| x.is_finite()), "{format}");
             }
         }
+    }
+
+    #[test]
+    fn what_is_multiplied_with_much_is_off_by_less() {
+        let drawn = |seed: usize, at: usize| ((at * 7919 + seed * 104_729) % 1009) as f32 / 504.5 - 1.0;
+        // One input of eight is 30 times as large as the others.
+        let inputs: Vec<f32> = (0..512).map(|at| if at % 8 == 3 { 900.0 } else { 1.0 }).collect();
+        let plain = ["q4_0", "q4_1", "q5_0", "q5_1"];
+        for name in LOSSES.map(|(name, _)| name).into_iter().chain(plain) {
+            let format: RowFormat = name.parse().unwrap();
+            let mut lost = [0.0; 2];
+            for seed in 0..8 {
+                let row: Vec<f32> = (0..512).map(|at| drawn(seed, at)).collect();
+                let mut bytes = vec![0; format.row_bytes(512)];
+                for (lost, knows) in lost.iter_mut().zip([false, true]) {
+                    match knows {
+                        true => format.encode_for(&row, &inputs, &mut bytes),
+                        false => format.encode(&row, 512, &mut bytes),
+                    }
+                    let mut back = vec![0.0; 512];
+                    format.decode(&bytes, 0, &mut back);
+                    let each = row.iter().zip(&back).zip(&inputs);
+                    *lost += each.map(|((x, back), input)| f64::from(input * (x - back).powi(2))).sum::<f64>();
+                }
+            }
+            assert!(lost[1] < 0.8 * lost[0], "{name}: {lost:?}");
+        }
+        // Where nothing can be weighed it is as it was.
+        let (row, mut bytes): (Vec<f32>, _) = ((0..64).map(|at| drawn(1, at)).collect(), [vec![0; 68], vec![0; 68]]);
+        let format: RowFormat = "q8_0".parse().unwrap();
+        format.encode(&row, 64, &mut bytes[0]);
+        format.encode_for(&row, &inputs[..64], &mut bytes[1]);
+        assert_eq!(bytes[0], bytes[1]);
     }
 
     proptest! {

@@ -3,7 +3,7 @@
 //! 18 bytes for 32 elements, laid out as `q4_0`: 4.5 bits.
 
 use super::blocks::{Blocks, coded, half_at, nearest_level, nibble, nibbles, put_half, put_nibbles};
-use super::fit::{put_not_finite, symmetric};
+use super::fit::{by_square, put_not_finite, symmetric};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -59,11 +59,15 @@ impl Blocks for Iq4Nl {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
+        <Self as Blocks>::encode_weighted(self, block, &by_square(block), to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
         if put_not_finite(block, to, 0) {
             return;
         }
         let (scale, codes) = to.split_at_mut(2);
-        let d = put_half(scale, 0, symmetric(block, |x| LEVELS[nearest(x)], LEVELS[0], (1.0, 7)));
+        let d = put_half(scale, 0, symmetric(block, weights, |x| LEVELS[nearest(x)], LEVELS[0], (1.0, 7)));
         put_nibbles(&coded(block, |x| nearest(if d == 0.0 { 0.0 } else { x / d }) as u8), codes);
     }
 

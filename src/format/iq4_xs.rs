@@ -3,7 +3,7 @@
 //! A word has the upper two bits of the eight scales, four bytes the lower four of two each. 136 bytes for 256 elements: 4.25 bits.
 
 use super::blocks::{Blocks, coded, half_at, nibble, nibbles, put_half, put_nibbles};
-use super::fit::{extreme, put_not_finite, signed, symmetric};
+use super::fit::{by_square, extreme, put_not_finite, signed, symmetric};
 use super::iq4_nl::{LEVELS, nearest};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError};
@@ -62,13 +62,17 @@ impl Blocks for Iq4Xs {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
+        <Self as Blocks>::encode_weighted(self, block, &by_square(block), to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
         if put_not_finite(block, to, 0) {
             return;
         }
         to.fill(0);
         let groups = || block.chunks_exact(32);
-        let of = |group: &[f32]| symmetric(group, |x| LEVELS[nearest(x)], LEVELS[0], (1.0, 7));
-        let scales: Vec<f32> = groups().map(of).collect();
+        let of = |(group, weights)| symmetric(group, weights, |x| LEVELS[nearest(x)], LEVELS[0], (1.0, 7));
+        let scales: Vec<f32> = groups().zip(weights.chunks_exact(32)).map(of).collect();
         let most = extreme(&scales);
         let per = if most == 0.0 { 0.0 } else { -32.0 / most };
         let d = put_half(to, 0, most / -32.0);

@@ -108,6 +108,12 @@ pub(crate) trait RowCodec: RowReader {
     /// Writes the row `[D]` into the bytes of a row, all of them.
     fn encode(self, row: &[f32], to: &mut [u8]);
 
+    /// Writes the row `[D]` of a weight matrix so that its errors, each by its weight, are least, where scales are searched for; where
+    /// they are not, as [`RowCodec::encode`] does.
+    fn encode_weighted(self, row: &[f32], _weights: &[f32], to: &mut [u8]) {
+        self.encode(row, to);
+    }
+
     /// Reads the elements from `first` on, as many as `to` holds, from the bytes of a row.
     fn decode(self, from: &[u8], first: usize, to: &mut [f32]);
 }
@@ -371,6 +377,12 @@ impl RowFormat {
         with_codec!(self, codec => {
             rows.chunks_exact(width).zip(to.chunks_exact_mut(row_bytes)).for_each(|(row, to)| codec.encode(row, to));
         });
+    }
+
+    /// Writes the row of a weight matrix `[width]` whose inputs have the mean squares `inputs` `[width]`, so that what it makes of them
+    /// is off by little, in formats whose scales are searched for.
+    pub(crate) fn encode_for(self, row: &[f32], inputs: &[f32], to: &mut [u8]) {
+        with_codec!(self, codec => codec.encode_weighted(row, &fit::importance(row, inputs), to));
     }
 }
 

@@ -4,7 +4,7 @@
 //! elements: 2.625 bits.
 
 use super::blocks::{Blocks, half_at, put_half};
-use super::fit::{Search, put_not_finite, with_minimum};
+use super::fit::{Search, finely, of_scales, put_not_finite, with_minimum};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError};
 
@@ -51,29 +51,12 @@ impl Blocks for Q2K {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
-        if put_not_finite(block, to, D) {
-            return;
-        }
-        to.fill(0);
-        let found: [[f32; 2]; 16] = std::array::from_fn(|group| {
-            let group = &block[16 * group..][..16];
-            let weights: [f32; 16] = std::array::from_fn(|at| group[at].abs());
-            with_minimum(group, &weights, &SEARCH)
-        });
-        let halves = [0, 1].map(|part| {
-            let most = found.iter().fold(0.0f32, |most, found| most.max(found[part]));
-            let per = if most > 0.0 { 15.0 / most } else { 0.0 };
-            for (byte, found) in to[..16].iter_mut().zip(&found) {
-                *byte |= ((per * found[part]).round_ties_even() as u8).min(15) << (4 * part);
-            }
-            put_half(to, D + 2 * part, most / 15.0)
-        });
-        for (index, x) in block.iter().enumerate() {
-            let (byte, at) = (to[index / 16], index % 128);
-            let (scale, least) = (halves[0] * f32::from(byte & 15), halves[1] * f32::from(byte >> 4));
-            let code = if scale == 0.0 { 0.0 } else { ((x + least) / scale).round_ties_even().clamp(0.0, 3.0) };
-            to[CODES + index / 128 * 32 + at % 32] |= (code as u8) << (at / 32 * 2);
-        }
+        let weights: [f32; 256] = std::array::from_fn(|at| block[at].abs());
+        encode(block, (&weights, false), &SEARCH, to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
+        encode(block, (weights, true), &finely(3.0), to);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
@@ -83,5 +66,30 @@ impl Blocks for Q2K {
             let code = block[CODES + index / 128 * 32 + at % 32] >> (at / 32 * 2) & 3;
             *x = d * f32::from(byte & 15) * f32::from(code) - m * f32::from(byte >> 4);
         }
+    }
+}
+
+/// Writes a block; whether scales of groups are chosen by the weights too.
+fn encode(block: &[f32], (weights, of_groups): (&[f32], bool), search: &Search, to: &mut [u8]) {
+    if put_not_finite(block, to, D) {
+        return;
+    }
+    to.fill(0);
+    let groups = || block.chunks_exact(16).zip(weights.chunks_exact(16));
+    let found: Vec<[f32; 2]> = groups().map(|(group, weights)| with_minimum(group, weights, search)).collect();
+    let sums: Vec<f32> = groups().map(|(_, weights)| weights.iter().sum()).collect();
+    let halves = [0, 1].map(|part| {
+        let scales: Vec<f32> = found.iter().map(|found| found[part]).collect();
+        let [per, scale] = of_scales(&scales, of_groups.then_some(&sums), 15.0);
+        for (byte, found) in to[..16].iter_mut().zip(&scales) {
+            *byte |= ((per * found).round_ties_even() as u8).min(15) << (4 * part);
+        }
+        put_half(to, D + 2 * part, scale)
+    });
+    for (index, x) in block.iter().enumerate() {
+        let (byte, at) = (to[index / 16], index % 128);
+        let (scale, least) = (halves[0] * f32::from(byte & 15), halves[1] * f32::from(byte >> 4));
+        let code = if scale == 0.0 { 0.0 } else { ((x + least) / scale).round_ties_even().clamp(0.0, 3.0) };
+        to[CODES + index / 128 * 32 + at % 32] |= (code as u8) << (at / 32 * 2);
     }
 }

@@ -4,7 +4,7 @@
 //! `i` and `i + 8`, four bytes the upper two of `i`, `i + 4`, `i + 8`, `i + 12`. 110 bytes for 256 elements: 3.4375 bits.
 
 use super::blocks::{Blocks, half_at, put_half};
-use super::fit::{extreme, put_not_finite, signed, symmetric};
+use super::fit::{by_square, extreme, put_not_finite, signed, symmetric};
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError};
 
@@ -57,12 +57,17 @@ impl Blocks for Q3K {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
+        <Self as Blocks>::encode_weighted(self, block, &by_square(block), to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
         if put_not_finite(block, to, D) {
             return;
         }
         to.fill(0);
-        let scales: [f32; 16] =
-            std::array::from_fn(|group| symmetric(&block[16 * group..][..16], signed(4.0), -4.0, (0.1, 9)));
+        let groups = block.chunks_exact(16).zip(weights.chunks_exact(16));
+        let scales: Vec<f32> =
+            groups.map(|(group, weights)| symmetric(group, weights, signed(4.0), -4.0, (0.1, 9))).collect();
         let most = extreme(&scales);
         let per = if most == 0.0 { 0.0 } else { -32.0 / most };
         let d = put_half(to, D, most / -32.0);

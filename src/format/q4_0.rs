@@ -6,6 +6,7 @@
 //! elements: 4.5 bits.
 
 use super::blocks::{Blocks, SIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use super::fit::{put_not_finite, signed, symmetric};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -46,17 +47,27 @@ impl Blocks for Q4_0 {
     fn encode(self, block: &[f32], to: &mut [u8]) {
         let most = largest(block);
         // Of equal magnitudes the first; none equals a NaN.
-        let d = block.iter().find(|x| x.abs() == most).map_or(f32::NAN, |x| x / -8.0);
-        let (scale, codes) = to.split_at_mut(2);
-        put_half(scale, 0, d);
-        let per = if d == 0.0 { 0.0 } else { 1.0 / d };
-        put_nibbles(&coded(block, |x| ((x * per + 8.5) as u8).min(15)), codes);
+        put(block, block.iter().find(|x| x.abs() == most).map_or(f32::NAN, |x| x / -8.0), to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
+        if !put_not_finite(block, to, 0) {
+            put(block, symmetric(block, weights, signed(8.0), -8.0, (0.1, 9)), to);
+        }
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
         let d = half_at(block, 0);
         to.iter_mut().enumerate().for_each(|(index, x)| *x = d * (f32::from(nibble(&block[2..], index)) - 8.0));
     }
+}
+
+/// Writes a block under the scale `d`.
+fn put(block: &[f32], d: f32, to: &mut [u8]) {
+    let (scale, codes) = to.split_at_mut(2);
+    put_half(scale, 0, d);
+    let per = if d == 0.0 { 0.0 } else { 1.0 / d };
+    put_nibbles(&coded(block, |x| ((x * per + 8.5) as u8).min(15)), codes);
 }
 
 #[cfg(test)]

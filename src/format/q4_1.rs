@@ -3,6 +3,7 @@
 //! `m = min x` and `d = (max - min) / 15`, as in `q5_1` with a bit less. 20 bytes for 32 elements: 5 bits.
 
 use super::blocks::{Blocks, UNSIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use super::fit::{finely, put_not_finite, with_minimum};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -49,16 +50,27 @@ impl Blocks for Q4_1 {
     fn encode(self, block: &[f32], to: &mut [u8]) {
         let bounds = (f32::INFINITY, f32::NEG_INFINITY);
         let (least, most) = block.iter().fold(bounds, |(least, most), &x| (least.min(x), most.max(x)));
-        let d = (most - least) / 15.0;
-        put_half(to, 0, d);
         // The minimum passes a NaN on.
-        put_half(to, 2, if largest(block).is_finite() { least } else { f32::NAN });
-        let per = if d == 0.0 { 0.0 } else { 1.0 / d };
-        put_nibbles(&coded(block, |x| (((x - least) * per + 0.5) as u8).min(15)), &mut to[4..]);
+        put(block, (most - least) / 15.0, if largest(block).is_finite() { least } else { f32::NAN }, to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
+        if !put_not_finite(block, to, 0) {
+            let [d, least] = with_minimum(block, weights, &finely(15.0));
+            put(block, d, -least, to);
+        }
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
         let (d, m) = (half_at(block, 0), half_at(block, 2));
         to.iter_mut().enumerate().for_each(|(index, x)| *x = d * f32::from(nibble(&block[4..], index)) + m);
     }
+}
+
+/// Writes a block under a scale and a minimum.
+fn put(block: &[f32], d: f32, least: f32, to: &mut [u8]) {
+    put_half(to, 0, d);
+    put_half(to, 2, least);
+    let per = if d == 0.0 { 0.0 } else { 1.0 / d };
+    put_nibbles(&coded(block, |x| (((x - least) * per + 0.5) as u8).min(15)), &mut to[4..]);
 }

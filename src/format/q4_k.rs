@@ -60,17 +60,26 @@ impl Blocks for Q4K {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
-        if put_not_finite(block, to, 0) {
-            return;
-        }
-        let codes = six_bits::encode(block, to, &SEARCH);
-        for (at, byte) in to[six_bits::BYTES..].iter_mut().enumerate() {
-            let first = at / 32 * 64 + at % 32;
-            *byte = codes[first] | codes[first + 32] << 4;
-        }
+        encode(block, None, to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
+        encode(block, Some(weights), to);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
         six_bits::decode(block, to, |at| block[six_bits::BYTES + at / 64 * 32 + at % 32] >> (at / 32 % 2 * 4) & 15);
+    }
+}
+
+/// Writes a block.
+fn encode(block: &[f32], weights: Option<&[f32]>, to: &mut [u8]) {
+    if put_not_finite(block, to, 0) {
+        return;
+    }
+    let codes = six_bits::encode(block, weights, to, &SEARCH);
+    for (at, byte) in to[six_bits::BYTES..].iter_mut().enumerate() {
+        let first = at / 32 * 64 + at % 32;
+        *byte = codes[first] | codes[first + 32] << 4;
     }
 }

@@ -4,6 +4,7 @@
 //! elements: 5.5 bits.
 
 use super::blocks::{Blocks, coded, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
+use super::fit::{put_not_finite, signed, symmetric};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -48,12 +49,13 @@ impl Blocks for Q5_0 {
     fn encode(self, block: &[f32], to: &mut [u8]) {
         let most = largest(block);
         // Of equal magnitudes the first; none equals a NaN.
-        let d = block.iter().find(|x| x.abs() == most).map_or(f32::NAN, |x| x / -16.0);
-        put_half(to, 0, d);
-        let per = if d == 0.0 { 0.0 } else { 1.0 / d };
-        let codes = coded(block, |x| ((x * per + 16.5) as u8).min(31));
-        to[HIGH..LOW].copy_from_slice(&fifth_bits(&codes).to_le_bytes());
-        put_nibbles(&codes, &mut to[LOW..]);
+        put(block, block.iter().find(|x| x.abs() == most).map_or(f32::NAN, |x| x / -16.0), to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
+        if !put_not_finite(block, to, 0) {
+            put(block, symmetric(block, weights, signed(16.0), -16.0, (0.1, 9)), to);
+        }
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
@@ -62,4 +64,13 @@ impl Blocks for Q5_0 {
         let code = |index: usize| nibble(&block[LOW..], index) | ((high >> index & 1) << 4) as u8;
         to.iter_mut().enumerate().for_each(|(index, x)| *x = d * (f32::from(code(index)) - 16.0));
     }
+}
+
+/// Writes a block under the scale `d`.
+fn put(block: &[f32], d: f32, to: &mut [u8]) {
+    put_half(to, 0, d);
+    let per = if d == 0.0 { 0.0 } else { 1.0 / d };
+    let codes = coded(block, |x| ((x * per + 16.5) as u8).min(31));
+    to[HIGH..LOW].copy_from_slice(&fifth_bits(&codes).to_le_bytes());
+    put_nibbles(&codes, &mut to[LOW..]);
 }

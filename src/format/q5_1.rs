@@ -5,6 +5,7 @@
 //! off by half a scale and by what f16 rounds of both. 24 bytes for 32 elements: 6 bits.
 
 use super::blocks::{Blocks, UNSIGNED, coded, fifth_bits, half_at, largest, nibble, put_half, put_nibbles, with_fifth};
+use super::fit::{finely, put_not_finite, with_minimum};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -46,14 +47,15 @@ impl Blocks for Q5_1 {
     fn encode(self, block: &[f32], to: &mut [u8]) {
         let bounds = (f32::INFINITY, f32::NEG_INFINITY);
         let (least, most) = block.iter().fold(bounds, |(least, most), &x| (least.min(x), most.max(x)));
-        let d = (most - least) / 31.0;
-        put_half(to, 0, d);
         // The minimum passes a NaN on.
-        put_half(to, 2, if largest(block).is_finite() { least } else { f32::NAN });
-        let per = if d == 0.0 { 0.0 } else { 1.0 / d };
-        let codes = coded(block, |x| (((x - least) * per + 0.5) as u8).min(31));
-        to[HIGH..LOW].copy_from_slice(&fifth_bits(&codes).to_le_bytes());
-        put_nibbles(&codes, &mut to[LOW..]);
+        put(block, (most - least) / 31.0, if largest(block).is_finite() { least } else { f32::NAN }, to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
+        if !put_not_finite(block, to, 0) {
+            let [d, least] = with_minimum(block, weights, &finely(31.0));
+            put(block, d, -least, to);
+        }
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
@@ -62,6 +64,16 @@ impl Blocks for Q5_1 {
         let code = |index: usize| nibble(&block[LOW..], index) | ((high >> index & 1) << 4) as u8;
         to.iter_mut().enumerate().for_each(|(index, x)| *x = d * f32::from(code(index)) + m);
     }
+}
+
+/// Writes a block under a scale and a minimum.
+fn put(block: &[f32], d: f32, least: f32, to: &mut [u8]) {
+    put_half(to, 0, d);
+    put_half(to, 2, least);
+    let per = if d == 0.0 { 0.0 } else { 1.0 / d };
+    let codes = coded(block, |x| (((x - least) * per + 0.5) as u8).min(31));
+    to[HIGH..LOW].copy_from_slice(&fifth_bits(&codes).to_le_bytes());
+    put_nibbles(&codes, &mut to[LOW..]);
 }
 
 #[cfg(test)]

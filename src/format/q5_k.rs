@@ -55,17 +55,11 @@ impl Blocks for Q5K {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
-        if put_not_finite(block, to, 0) {
-            return;
-        }
-        let codes = six_bits::encode(block, to, &SEARCH);
-        for (at, byte) in to[HIGH..LOW].iter_mut().enumerate() {
-            *byte = (0..8).fold(0, |bits, group| bits | codes[32 * group + at] >> 4 << group);
-        }
-        for (at, byte) in to[LOW..].iter_mut().enumerate() {
-            let first = at / 32 * 64 + at % 32;
-            *byte = codes[first] & 15 | codes[first + 32] << 4;
-        }
+        encode(block, None, to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
+        encode(block, Some(weights), to);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
@@ -73,5 +67,20 @@ impl Blocks for Q5K {
             let (group, at) = (at / 32, at % 32);
             block[LOW + group / 2 * 32 + at] >> (group % 2 * 4) & 15 | (block[HIGH + at] >> group & 1) << 4
         });
+    }
+}
+
+/// Writes a block.
+fn encode(block: &[f32], weights: Option<&[f32]>, to: &mut [u8]) {
+    if put_not_finite(block, to, 0) {
+        return;
+    }
+    let codes = six_bits::encode(block, weights, to, &SEARCH);
+    for (at, byte) in to[HIGH..LOW].iter_mut().enumerate() {
+        *byte = (0..8).fold(0, |bits, group| bits | codes[32 * group + at] >> 4 << group);
+    }
+    for (at, byte) in to[LOW..].iter_mut().enumerate() {
+        let first = at / 32 * 64 + at % 32;
+        *byte = codes[first] & 15 | codes[first + 32] << 4;
     }
 }

@@ -4,7 +4,7 @@
 //! `i`, `i + 32`, `i + 64`, `i + 96`). 210 bytes for 256 elements: 6.5625 bits.
 
 use super::blocks::{Blocks, half_at, put_half};
-use super::fit::{extreme, put_not_finite, signed, symmetric};
+use super::fit::{by_square, extreme, put_not_finite, signed, symmetric};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::named::{Named, NamedError};
@@ -55,12 +55,17 @@ impl Blocks for Q6K {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
+        <Self as Blocks>::encode_weighted(self, block, &by_square(block), to);
+    }
+
+    fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
         if put_not_finite(block, to, D) {
             return;
         }
         to.fill(0);
-        let scales: [f32; 16] =
-            std::array::from_fn(|group| symmetric(&block[16 * group..][..16], signed(32.0), -32.0, (0.1, 9)));
+        let groups = block.chunks_exact(16).zip(weights.chunks_exact(16));
+        let scales: Vec<f32> =
+            groups.map(|(group, weights)| symmetric(group, weights, signed(32.0), -32.0, (0.1, 9))).collect();
         let most = extreme(&scales);
         if most == 0.0 {
             return;

@@ -5,7 +5,7 @@
 //! likewise; bytes 8 to 11 the lower four bits of scales 4 to 7 and, above them, of minima 4 to 7.
 
 use super::blocks::{half_at, put_half};
-use super::fit::{Search, with_minimum};
+use super::fit::{Search, finely, of_scales, with_minimum};
 use crate::device::simd::Simd;
 
 /// Bytes of all.
@@ -47,23 +47,28 @@ pub fn decode(block: &[u8], to: &mut [f32], code: impl Fn(usize) -> u8) {
     }
 }
 
-/// Writes the head of a block, and returns the codes.
-pub fn encode(block: &[f32], to: &mut [u8], search: &Search) -> [u8; GROUP * GROUPS] {
-    let mut found = [[0.0; 2]; GROUPS];
-    for (group, found) in block.chunks_exact(GROUP).zip(&mut found) {
+/// Writes the head of a block, and returns the codes; errors weigh by `weights`, where there are some.
+pub fn encode(block: &[f32], weights: Option<&[f32]>, to: &mut [u8], search: &Search) -> [u8; GROUP * GROUPS] {
+    let (mut found, mut sums) = ([[0.0; 2]; GROUPS], [0.0; GROUPS]);
+    for (index, group) in block.chunks_exact(GROUP).enumerate() {
         let mean = (group.iter().map(|x| x * x).sum::<f32>() / GROUP as f32).sqrt();
-        let mut weights = [0.0; GROUP];
-        weights.iter_mut().zip(group).for_each(|(weight, x)| *weight = mean + x.abs());
-        *found = with_minimum(group, &weights, search);
+        let mut own = [0.0; GROUP];
+        own.iter_mut().zip(group).for_each(|(weight, x)| *weight = mean + x.abs());
+        found[index] = match weights.map(|weights| &weights[GROUP * index..][..GROUP]) {
+            None => with_minimum(group, &own, search),
+            Some(weights) => {
+                sums[index] = weights.iter().sum();
+                with_minimum(group, weights, &finely(search.most))
+            }
+        };
     }
     let mut packed = [[0u8; 2]; GROUPS];
     let halves = [0, 1].map(|part| {
-        let most = found.iter().fold(0.0f32, |most, found| most.max(found[part]));
-        let per = if most > 0.0 { 63.0 / most } else { 0.0 };
+        let [per, scale] = of_scales(&found.map(|found| found[part]), weights.map(|_| &sums[..]), 63.0);
         for (packed, found) in packed.iter_mut().zip(&found) {
             packed[part] = (per * found[part]).round_ties_even().min(63.0) as u8;
         }
-        put_half(to, 2 * part, most / 63.0)
+        put_half(to, 2 * part, scale)
     });
     for group in 0..4 {
         for part in 0..2 {

@@ -56,7 +56,7 @@ fn a_file_that_is_written_is_the_model_with_what_its_blocks_stand_for() {
             // Written by the rules of the conversion; rows that are no whole blocks are f32 there and f16 here.
             std::fs::write(&made, Parts::of(&checkpoint.folder, kind).bytes()).unwrap();
             let mixture: Mixture = mixture.parse().unwrap();
-            let done = quantise(&source, mixture, &output, &cpu, &Arena::unlimited(), |_, _| ()).unwrap();
+            let done = quantise(&source, mixture, None, &output, (&cpu, &Arena::unlimited()), |_, _| ()).unwrap();
             for one in &done {
                 let bound = match one.format.as_str() {
                     "f32" => 0.0,
@@ -78,7 +78,7 @@ fn a_folder_becomes_a_file_that_reads_and_cuts_text_as_it_does() {
     let output = folder.path().join("out.gguf");
     let write = |source: &Path| {
         let mixture = "f32".parse().unwrap();
-        quantise(source, mixture, &output, &cpu, &Arena::unlimited(), |_, _| ()).unwrap();
+        quantise(source, mixture, None, &output, (&cpu, &Arena::unlimited()), |_, _| ()).unwrap();
     };
     // Their own tokenizers are no byte-level BPE.
     let model = tempfile::tempdir().unwrap();
@@ -130,7 +130,7 @@ fn a_mistral_without_windows_becomes_a_file() {
         serde_json::from_slice(&std::fs::read(checkpoint.folder.join("config.json")).unwrap()).unwrap();
     keys["sliding_window"] = Value::Null;
     std::fs::write(folder.path().join("config.json"), keys.to_string()).unwrap();
-    quantise(folder.path(), "f32".parse().unwrap(), &output, &cpu, &Arena::unlimited(), |_, _| ()).unwrap();
+    quantise(folder.path(), "f32".parse().unwrap(), None, &output, (&cpu, &Arena::unlimited()), |_, _| ()).unwrap();
     assert_eq!(logits(&output, &checkpoint.tokens), logits(folder.path(), &checkpoint.tokens));
     keys["sliding_window"] = json!(8);
     std::fs::write(folder.path().join("config.json"), keys.to_string()).unwrap();
@@ -328,24 +328,29 @@ fn static_scales_are_those_of_the_largest_inputs() {
     let tokens = Text::open(source).unwrap().tokens(&content).unwrap();
     let paths = [&text, &to].map(|path| path.to_str().unwrap());
     let length = tokens.len().min(48).to_string();
-    let format = ["--format", "w8a8:activations=static", "--text", paths[0], "--samples", "1", "--length", &length];
-    let run = ["quantize", "--model", "tests/checkpoints/llama", "--output", paths[1]];
-    Command::cargo_bin("kvsieve").unwrap().args(run).args(format).assert().success();
-
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
-    let model = Model::open(source, &arena).unwrap();
-    let (largest, read) = (Largest::default(), tokens.len().min(48));
-    let mut decoder = Decoder::new(&model, setup(1, 80), &cpu, &arena).unwrap();
-    decoder.hook(&largest);
-    decoder.prefill(&[&tokens[..read]], |_, _, _| ()).unwrap();
-    let bytes = std::fs::read(to.join("model.safetensors")).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let largest = largest.0.into_inner().unwrap();
-    assert_eq!(largest.len(), 14);
-    for ((layer, part), most) in largest {
-        let scale = file.tensor(&format!("model.layers.{layer}.{part}.input_scale")).unwrap();
-        let scale = f32::from_le_bytes(scale.data().try_into().unwrap());
-        assert!((127.0 * scale / most - 1.0).abs() < 1e-5, "{layer} {part}: {scale}, and at most {most}");
+    // What is smoothed reads what the written model does, which is rounded; what is not, what the source does.
+    for (format, model, bound) in
+        [("w8a8:activations=static", source, 1e-5), ("w8a8:activations=static,smoothing=0.5", to.as_path(), 0.05)]
+    {
+        let format = ["--format", format, "--text", paths[0], "--samples", "1", "--length", &length];
+        let run = ["quantize", "--model", "tests/checkpoints/llama", "--output", paths[1]];
+        Command::cargo_bin("kvsieve").unwrap().args(run).args(format).assert().success();
+        let model = Model::open(model, &arena).unwrap();
+        let (largest, read) = (Largest::default(), tokens.len().min(48));
+        let mut decoder = Decoder::new(&model, setup(1, 80), &cpu, &arena).unwrap();
+        decoder.hook(&largest);
+        decoder.prefill(&[&tokens[..read]], |_, _, _| ()).unwrap();
+        let bytes = std::fs::read(to.join("model.safetensors")).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let largest = largest.0.into_inner().unwrap();
+        assert_eq!(largest.len(), 14);
+        for ((layer, part), most) in largest {
+            let scale = file.tensor(&format!("model.layers.{layer}.{part}.input_scale")).unwrap();
+            let scale = f32::from_le_bytes(scale.data().try_into().unwrap());
+            assert!((127.0 * scale / most - 1.0).abs() < bound, "{layer} {part}: {scale}, and at most {most}");
+        }
+        std::fs::remove_dir_all(&to).unwrap();
     }
 }
 
@@ -359,7 +364,7 @@ fn what_is_missing_for_codes_is_said_before_anything_is_read() {
         (&["--format", "gptq"][..], "gptq reads a text; give one with --text FILE"),
         (
             &["--format", "int4", "--text", &text],
-            "--text is for gptq, awq and w8a8:activations=static; int4 reads none",
+            "--text is for gptq, awq, static or smoothed w8a8 and GGUF types of six bits or fewer; int4 reads none",
         ),
         (&["--format", "gptq", "--text", &text], "tokens; --samples 32 of --length 512 need 16384"),
         (&["--format", "gptq", "--text", &text, "--samples", "0"], "both must be at least 1"),
@@ -375,10 +380,12 @@ fn what_is_missing_for_codes_is_said_before_anything_is_read() {
         (&["--format", "nf4:block=96"], "block is '96'; it must be 32, 64, 128 or 256"),
         (&["--format", "nf4:block=256"], "has 128 inputs, which blocks of 256 do not divide; 32, 64, 128 do"),
         (&["--format", "fp8:block=64"], "'fp8' has no parameter 'block'"),
-        (&["--format", "nf4", "--text", &text], "w8a8:activations=static; nf4 reads none"),
+        (&["--format", "nf4", "--text", &text], "six bits or fewer; nf4 reads none"),
         (&["--format", "w8a8:activations=static"], "w8a8:activations=static reads a text; give one"),
-        (&["--format", "w8a8", "--text", &text], "w8a8:activations=static; w8a8 reads none"),
+        (&["--format", "w8a8", "--text", &text], "six bits or fewer; w8a8 reads none"),
         (&["--format", "w8a8:activations=block"], "activations is 'block'; it must be token or static"),
+        (&["--format", "w8a8:smoothing=2"], "smoothing is '2'; it must be"),
+        (&["--format", "w8a8:smoothing=0.5"], "w8a8:smoothing=0.5 reads a text; give one"),
         (&["--format", "awq:symmetric=true"], "'awq' has no parameter 'symmetric'; it has group"),
     ] {
         let outcome = refused(builtin, &[more, &["--output", &to]].concat()).stderr(contains(said));

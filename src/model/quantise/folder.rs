@@ -227,7 +227,7 @@ pub(super) struct Plain<'p, 'f> {
 
 impl Plain<'_, '_> {
     /// Writes elements of a tensor; what they become.
-    fn put(&mut self, name: &str, values: &[f32]) -> Result<Vec<f32>, ModelError> {
+    pub fn put(&mut self, name: &str, values: &[f32]) -> Result<Vec<f32>, ModelError> {
         let mut bytes = vec![0; values.len() * self.kept.bytes()];
         self.kept.encode(values, &mut bytes);
         let mut back = vec![0.0; values.len()];

@@ -3,9 +3,13 @@
 //! A [`Mixture`] is what llama.cpp's `quantize` calls a file type: one type for most matrices, more bits where an error costs most
 //! (the output matrix, and in `_m` the values and the second half of the MLP in half of the layers), and a wider type where rows are no
 //! whole super-blocks. Norms and biases stay f32. Tensors are read, encoded and written one after another, so that the model never
-//! lies in memory; each is compared with what it was. No calibration text is used: scales are the least squares of the weights.
+//! lies in memory; each is compared with what it was. Scales are the least squares of the weights, or with a text those of what the weights
+//! make of it, as with llama.cpp's importance matrix: the mean square of each input says what errors of its weights count.
 
 use super::Quantised;
+use super::fold::input_of;
+use super::inputs::{Inputs, read_inputs};
+use super::walk::Calibration;
 use crate::device::Cpu;
 use crate::format::RowFormat;
 use crate::memory::{Arena, Buffer, Label};
@@ -81,6 +85,13 @@ pub struct Planned {
 }
 
 impl Planned {
+    /// Mean squares of what a matrix of a block reads.
+    fn inputs(&self, inputs: &Inputs) -> Option<Vec<f32>> {
+        let (layer, _) = self.own.strip_prefix("blk.")?.split_once('.')?;
+        let channels = &inputs.get(layer.parse::<usize>().ok()?)?[input_of(&self.name)];
+        (self.shape.len() == 2).then(|| channels.mean_squares())
+    }
+
     fn rows(&self) -> usize {
         self.shape[..self.shape.len() - 1].iter().product()
     }
@@ -101,6 +112,11 @@ impl Planned {
 }
 
 impl Mixture {
+    /// Whether scales are searched for, and a text can say which errors count.
+    pub fn is_fitted(self) -> bool {
+        !matches!(self.name, "f32" | "f16" | "bf16" | "q8_0")
+    }
+
     /// Its name.
     pub fn name(self) -> &'static str {
         self.name
@@ -218,16 +234,17 @@ impl Make for Listing<'_> {
     }
 }
 
-/// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a GGUF file; `wrote` is told of each tensor.
+/// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a GGUF file; `wrote` is told of each tensor. `text` is what says
+/// which errors count.
 ///
 /// # Errors
 /// When the source cannot be read, an element is not finite or none of the format's scales holds it, or the file cannot be written.
 pub fn quantise(
     source: &Path,
     mixture: Mixture,
+    text: Option<Calibration<'_>>,
     output: &Path,
-    cpu: &Cpu,
-    arena: &Arena,
+    (cpu, arena): (&Cpu, &Arena),
     mut wrote: impl FnMut(usize, usize),
 ) -> Result<Vec<Quantised>, ModelError> {
     // A Mistral without windows is a Llama by another name, and GGUF files call it so.
@@ -239,6 +256,7 @@ pub fn quantise(
     };
     let keys = keys(&base(source)?, &config, mixture)?;
     let planned = mixture.plan(&config);
+    let inputs = text.map(|text| read_inputs(source, text, cpu, arena)).transpose()?;
     let mut found = Found::open(source, &config, arena)?;
     // What belongs to the configuration stands first, for the header is read back with it.
     let of_config = rope_tensors(&config.rope, config.head_dim);
@@ -269,7 +287,8 @@ pub fn quantise(
             return Err(said);
         }
         for (index, one) in planned.iter().enumerate() {
-            let encoded = tensor(&mut found, &config, one, source, cpu, arena);
+            let inputs = inputs.as_ref().and_then(|inputs| one.inputs(inputs));
+            let encoded = tensor(&mut found, &config, one, inputs.as_deref(), source, (cpu, arena));
             let (bytes, quantised) = encoded.map_err(|error| {
                 let said = error.to_string();
                 failed = Some(error);
@@ -321,9 +340,9 @@ fn tensor(
     found: &mut Found<'_>,
     config: &Config,
     planned: &Planned,
+    inputs: Option<&[f32]>,
     source: &Path,
-    cpu: &Cpu,
-    arena: &Arena,
+    (cpu, arena): (&Cpu, &Arena),
 ) -> Result<(Buffer<u8>, Quantised), ModelError> {
     let (format, width) = (planned.format, planned.width());
     let (name, order) = (&planned.name, head_rows(config, &planned.name, planned.shape[0]));
@@ -336,7 +355,7 @@ fn tensor(
             let file: Vec<f32> = (0..width)
                 .map(|at| vector[order.map_or(at, |rows| row_of_folder(rows, at))] + more(config, name))
                 .collect();
-            (from, vec![encode(format, &file, &mut bytes)])
+            (from, vec![encode(format, &file, None, &mut bytes)])
         }
         _ => {
             let matrix: Matrix = found.tensor(name, &planned.shape)?;
@@ -348,7 +367,7 @@ fn tensor(
                     |widened, (row, (to, loss))| {
                         let row = order.map_or(row, |rows| row_of_folder(rows, row));
                         matrix.widen(row, widened);
-                        *loss = encode(format, widened, to);
+                        *loss = encode(format, widened, inputs, to);
                     },
                 );
             });
@@ -375,9 +394,12 @@ fn tensor(
     Ok((bytes, done))
 }
 
-/// Encodes a row; the squares of what it lost, and of all.
-fn encode(format: RowFormat, row: &[f32], to: &mut [u8]) -> [f64; 2] {
-    format.encode(row, row.len(), to);
+/// Encodes a row, for inputs of these mean squares where they are known; the squares of what it lost, and of all.
+fn encode(format: RowFormat, row: &[f32], inputs: Option<&[f32]>, to: &mut [u8]) -> [f64; 2] {
+    match inputs {
+        Some(inputs) => format.encode_for(row, inputs, to),
+        None => format.encode(row, row.len(), to),
+    }
     let mut back = vec![0.0; row.len()];
     format.decode(to, 0, &mut back);
     let square = |of: &dyn Fn(f32, f32) -> f32| -> f64 {

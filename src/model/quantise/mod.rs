@@ -8,13 +8,15 @@
 mod awq;
 mod coded;
 mod coding;
+mod fold;
 mod folder;
 mod gguf;
 mod gptq;
-mod largest;
+mod inputs;
 mod moments;
 mod recipe;
 mod scaled;
+mod smooth;
 mod walk;
 
 #[cfg(test)]

@@ -13,6 +13,11 @@ const ROWS: usize = 512;
 /// What the matrices of a block read: of q, k and v, of o, of gate and up, of down.
 pub const INPUTS: [Activation; 4] = [Activation::Hidden, Activation::O, Activation::MlpInput, Activation::MlpInner];
 
+/// Elements of a row of each.
+pub fn widths(config: &Config) -> [usize; INPUTS.len()] {
+    [config.hidden, config.q_width(), config.hidden, config.ffn]
+}
+
 /// The sums of one input.
 pub struct Moment {
     /// Elements of a row.
@@ -69,7 +74,8 @@ impl<'a> Moments<'a> {
     /// When the arena has no room.
     pub fn new(config: &Config, cpu: &'a Cpu, arena: &Arena) -> Result<Self, ArenaError> {
         let of = |width| Moment::new(width, arena);
-        let sums = [of(config.hidden)?, of(config.q_width())?, of(config.hidden)?, of(config.ffn)?];
+        let [hidden, q, mlp, inner] = widths(config);
+        let sums = [of(hidden)?, of(q)?, of(mlp)?, of(inner)?];
         Ok(Moments { sums: Mutex::new(sums), cpu })
     }
 

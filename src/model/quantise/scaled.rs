@@ -2,13 +2,14 @@
 //! a scale for each output as llm-compressor writes them (`compressed-tensors`).
 //!
 //! Bytes are the weights of W8A8: programs that read such a folder round activations to bytes too. Each token has a scale of its own, or
-//! (static) each layer one for all, by the largest number that it read of a text ([`largest_inputs`]).
+//! (static) each layer one for all, by the largest number that it read of a text ([`read_inputs`]); inputs may be smoothed ([`smooth`]).
 
 use super::Quantised;
-use super::coding::input_of;
+use super::fold::{Factors, Fold, input_of};
 use super::folder::{Layout, Part, Plain, ROWS, write};
-use super::largest::largest_inputs;
+use super::inputs::{Channels, read_inputs};
 use super::moments::INPUTS;
+use super::smooth::smooth;
 use super::walk::Calibration;
 use crate::device::Cpu;
 use crate::format::{Int8, NF4_LEVELS, Nf4, RowFormat};
@@ -24,7 +25,7 @@ use std::path::Path;
 use std::str::FromStr;
 
 /// How a folder's matrices are scaled and rounded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scaled {
     /// Four bits, levels of a normal distribution, an f32 scale for each `block` of a row.
     Nf4 {
@@ -37,6 +38,8 @@ pub enum Scaled {
     W8a8 {
         /// Whether the inputs of a layer have one scale, of all tokens.
         is_static: bool,
+        /// How much of the outliers of inputs weights take over ([`smooth`]), if any.
+        smoothing: Option<f32>,
     },
 }
 
@@ -47,8 +50,13 @@ const ACTIVATIONS: Parameter = Parameter {
     default: "token",
     about: "whose scale activations have: token, or static, which is one for all tokens of a text",
 };
+const SMOOTHING: Parameter = Parameter {
+    name: "smoothing",
+    default: "none",
+    about: "part of the outliers of inputs, from 0 to 1, that the weights take over (SmoothQuant's alpha)",
+};
 /// Names, and what each may be asked for.
-const METHODS: [(&str, &[Parameter]); 3] = [("nf4", &[BLOCK]), ("fp8", &[]), ("w8a8", &[ACTIVATIONS])];
+const METHODS: [(&str, &[Parameter]); 3] = [("nf4", &[BLOCK]), ("fp8", &[]), ("w8a8", &[ACTIVATIONS, SMOOTHING])];
 /// Largest number of `E4M3`.
 const MOST: f32 = 448.0;
 
@@ -60,7 +68,11 @@ impl Scaled {
 
     /// Whether it needs a text.
     pub fn reads_text(self) -> bool {
-        self == Scaled::W8a8 { is_static: true }
+        self.is_static() || matches!(self, Scaled::W8a8 { smoothing: Some(_), .. })
+    }
+
+    fn is_static(self) -> bool {
+        matches!(self, Scaled::W8a8 { is_static: true, .. })
     }
 
     /// Bits of a code.
@@ -78,11 +90,18 @@ impl FromStr for Scaled {
         named.check(known)?;
         match name {
             "fp8" => Ok(Scaled::Fp8),
-            "w8a8" => match named.text("activations").unwrap_or("token") {
-                "token" => Ok(Scaled::W8a8 { is_static: false }),
-                "static" => Ok(Scaled::W8a8 { is_static: true }),
-                _ => Err(named.wrong("activations", "token or static".into())),
-            },
+            "w8a8" => {
+                let is_static = match named.text("activations").unwrap_or("token") {
+                    "token" => false,
+                    "static" => true,
+                    _ => return Err(named.wrong("activations", "token or static".into())),
+                };
+                let smoothing = match named.text("smoothing").unwrap_or("none") {
+                    "none" => None,
+                    _ => Some(named.number("smoothing", 0.5, 0.0..=1.0)? as f32),
+                };
+                Ok(Scaled::W8a8 { is_static, smoothing })
+            }
             _ => match named.count("block", 64, 32)? {
                 block @ (32 | 64 | 128 | 256) => Ok(Scaled::Nf4 { block }),
                 _ => Err(named.wrong("block", "32, 64, 128 or 256".into())),
@@ -96,8 +115,13 @@ impl fmt::Display for Scaled {
         match self {
             Scaled::Nf4 { block } => write!(formatter, "nf4:block={block}"),
             Scaled::Fp8 => write!(formatter, "fp8"),
-            Scaled::W8a8 { is_static: false } => write!(formatter, "w8a8"),
-            Scaled::W8a8 { is_static: true } => write!(formatter, "w8a8:activations=static"),
+            Scaled::W8a8 { is_static, smoothing } => {
+                let activations = is_static.then(|| "activations=static".to_owned());
+                let parameters: Vec<_> =
+                    activations.into_iter().chain(smoothing.map(|of| format!("smoothing={of}"))).collect();
+                let colon = if parameters.is_empty() { "" } else { ":" };
+                write!(formatter, "w8a8{colon}{}", parameters.join(","))
+            }
         }
     }
 }
@@ -151,7 +175,7 @@ impl Layout for Scaled {
                 let dtype = if *self == Scaled::Fp8 { Dtype::F8_E4M3 } else { Dtype::I8 };
                 let mut parts =
                     vec![(".weight", dtype, vec![rows, width]), (".weight_scale", Dtype::F32, vec![rows, 1])];
-                parts.extend(self.reads_text().then(|| (".input_scale", Dtype::F32, vec![1])));
+                parts.extend(self.is_static().then(|| (".input_scale", Dtype::F32, vec![1])));
                 Ok(parts)
             }
         }
@@ -165,13 +189,13 @@ impl Layout for Scaled {
                 "llm_int8_skip_modules": ["lm_head"],
             }),
             Scaled::Fp8 => compressed("float", false),
-            Scaled::W8a8 { is_static } => compressed("int", *is_static),
+            Scaled::W8a8 { is_static, .. } => compressed("int", *is_static),
         }
     }
 }
 
 /// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a folder of scaled numbers; `wrote` is told how many of how many
-/// blocks are done. `text` is what the scales of static activations are taken of.
+/// blocks are done. `text` is what static activations and smoothing are taken of.
 ///
 /// # Errors
 /// When the source cannot be read, blocks do not divide its matrices, an element is not finite, or the folder cannot be written.
@@ -183,11 +207,15 @@ pub fn quantise_scaled(
     (cpu, arena): (&Cpu, &Arena),
     mut wrote: impl FnMut(usize, usize),
 ) -> Result<Vec<Quantised>, ModelError> {
-    let largest = text.map(|text| largest_inputs(source, text, cpu, arena)).transpose()?;
+    let inputs = text.map(|text| read_inputs(source, text, cpu, arena)).transpose()?;
     write(source, &scaled, output, arena, |plain, config, done| {
-        let mut writer = Writer { plain, scaled, largest: None, arena, done };
+        let fold = Fold::new(config, Factors::default());
+        let mut writer = Writer { plain, scaled, inputs: None, fold, arena, done };
         for layer in 0..config.layers {
-            writer.largest = largest.as_ref().map(|largest| largest[layer]);
+            writer.inputs = inputs.as_ref().map(|inputs| &inputs[layer]);
+            if let (Scaled::W8a8 { smoothing: Some(strength), .. }, Some(inputs)) = (scaled, writer.inputs) {
+                writer.fold = smooth(writer.plain.found, config, layer, inputs, strength)?;
+            }
             config.block(layer, &mut writer)?;
             wrote(layer + 1, config.layers);
         }
@@ -199,8 +227,9 @@ pub fn quantise_scaled(
 struct Writer<'w, 'p, 'f> {
     plain: &'w mut Plain<'p, 'f>,
     scaled: Scaled,
-    /// The largest of each of [`INPUTS`] of this block, where activations are static.
-    largest: Option<[f32; INPUTS.len()]>,
+    /// What this block read of the text.
+    inputs: Option<&'w [Channels; INPUTS.len()]>,
+    fold: Fold<'w>,
     arena: &'w Arena,
     done: &'w mut Vec<Quantised>,
 }
@@ -216,8 +245,11 @@ impl Make for Writer<'_, '_, '_> {
         Ok(())
     }
 
-    fn vector(&mut self, name: String, _: Role, width: usize) -> Result<(), ModelError> {
-        self.plain.vector(&name, width)
+    fn vector(&mut self, name: String, role: Role, width: usize) -> Result<(), ModelError> {
+        let mut values = vec![0.0; width];
+        self.plain.found.widened(&name, width, &mut values)?;
+        self.fold.vector(&name, role, &mut values);
+        self.plain.put(&name, &values).map(drop)
     }
 }
 
@@ -237,6 +269,7 @@ impl Writer<'_, '_, '_> {
                 let (value, row) = (values[at], first + at / width);
                 return Err(self.plain.found.refused(format!("tensor '{name}' holds {value} in row {row}")));
             }
+            self.fold.matrix(&name, first, &mut values, width);
             back.resize(values.len(), 0.0);
             match scaled {
                 Scaled::Nf4 { block } => nf4(&values, block, codes, &mut scales, &mut back),
@@ -251,9 +284,10 @@ impl Writer<'_, '_, '_> {
         let mut bytes = codes.len() + 4 * scales.len();
         self.plain.sink.put(&codes)?;
         self.plain.sink.put(bytemuck::cast_slice(&scales))?;
-        if let Some(largest) = self.largest {
+        if let Some(inputs) = self.inputs.filter(|_| scaled.is_static()) {
+            let input = input_of(&name);
             // Where nothing but zeros was read any scale is right.
-            let scale = (largest[input_of(&name)] / Int8::MOST).max(f32::EPSILON);
+            let scale = (self.fold.largest(input, &inputs[input].largest) / Int8::MOST).max(f32::EPSILON);
             self.plain.sink.put(bytemuck::bytes_of(&scale))?;
             bytes += size_of_val(&scale);
         }

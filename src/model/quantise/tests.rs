@@ -3,8 +3,11 @@
 use super::awq;
 use super::coded::Coded;
 use super::coding::Made;
+use super::fold::Fold;
 use super::gptq::Factor;
+use super::inputs::read_inputs;
 use super::recipe::Method;
+use super::smooth::smooth;
 use super::walk::walk;
 use super::*;
 use crate::device::Cpu;
@@ -246,6 +249,93 @@ fn a_folder_holds_what_codes_stand_for_and_is_the_model_but_for_rounding() {
     let [int8, gptq8, int4, gptq, act, awq] = lost[..] else { panic!("six recipes") };
     assert!(int8 < 0.02 && gptq8 < 0.02, "{lost:?}");
     assert!(gptq < int4 && act < int4 && awq < int4 && int4 < 0.5, "{lost:?}");
+}
+
+#[test]
+fn a_file_by_a_text_is_nearer_to_the_model() {
+    let (cpu, arena, folder) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited(), tempfile::tempdir().unwrap());
+    // The built-in model without its tokenizer, which GGUF files have no name for.
+    let (builtin, source) = (crate::model::locate(Path::new("builtin")).unwrap(), folder.path().join("model"));
+    std::fs::create_dir(&source).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(builtin.join(file), source.join(file)).unwrap();
+    }
+    let tokens: Vec<u32> = (0..192).map(|at| 3 + at * 7 % 60).collect();
+    let text = Calibration { tokens: &tokens, length: 48 };
+    let own = logits(&Model::open(&source, &arena).unwrap(), &tokens[..48], &cpu, &arena);
+    for name in ["q4_1", "q4_0"] {
+        let lost = [None, Some(text)].map(|text| {
+            let to = folder.path().join("coded.gguf");
+            let mixture: Mixture = name.parse().unwrap();
+            quantise(&source, mixture, text, &to, (&cpu, &arena), |_, _| ()).unwrap();
+            rel_l2(&logits(&Model::open(&to, &arena).unwrap(), &tokens[..48], &cpu, &arena), &own)
+        });
+        assert!(lost[1] < 0.9 * lost[0], "{name}: {lost:?}");
+    }
+}
+
+/// Parameters of a block under factors.
+struct Smoothed<'a> {
+    found: weights::Found<'a>,
+    fold: Fold<'a>,
+    arena: Arena,
+}
+
+impl Make for Smoothed<'_> {
+    type Matrix = weights::Matrix;
+    type Vector = Buffer<f32>;
+    type Error = ModelError;
+
+    fn matrix(&mut self, name: String, _: Role, [rows, width]: [usize; 2]) -> Result<weights::Matrix, ModelError> {
+        let mut bytes = self.arena.alloc(Label::Weights, 4 * rows * width)?;
+        let values: &mut [f32] = bytemuck::cast_slice_mut(&mut bytes);
+        self.found.tensor(&name, &[rows, width])?.widen(0, values);
+        // Some rows at a time, as they are written.
+        for (first, rows) in (0..rows).step_by(5).zip(values.chunks_mut(5 * width)) {
+            self.fold.matrix(&name, first, rows, width);
+        }
+        Ok(weights::Matrix::held(bytes, [rows, width]))
+    }
+
+    fn vector(&mut self, name: String, role: Role, width: usize) -> Result<Buffer<f32>, ModelError> {
+        let mut vector = self.arena.alloc(Label::Weights, width)?;
+        self.found.widened(&name, width, &mut vector)?;
+        self.fold.vector(&name, role, &mut vector);
+        Ok(vector)
+    }
+}
+
+#[test]
+fn what_is_smoothed_computes_the_same_in_every_family() {
+    let (cpu, arena, folder) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited(), tempfile::tempdir().unwrap());
+    let tokens: Vec<u32> = (0..48).map(|at| 3 + at * 11 % 100).collect();
+    let text = Calibration { tokens: &tokens, length: 48 };
+    let named = ["llama", "llama-bias-tied", "qwen2", "qwen3", "phi3", "gemma2"]
+        .map(|name| Path::new("tests/checkpoints").join(name));
+    let unshared = unshared(folder.path());
+    for path in named.iter().chain([&unshared]) {
+        let mut model = Model::open(path, &arena).unwrap();
+        let (config, own) = (model.config.clone(), logits(&model, &tokens, &cpu, &arena));
+        let inputs = read_inputs(path, text, &cpu, &arena).unwrap();
+        let mut most = Vec::new();
+        for (index, inputs) in inputs.iter().enumerate() {
+            let mut found = weights::Found::open(path, &config, &arena).unwrap();
+            let fold = smooth(&mut found, &config, index, inputs, 1.0).unwrap();
+            most.push([0, 1, 2, 3].map(|input| fold.largest(input, &inputs[input].largest)));
+            let mut smoothed = Smoothed { found, fold, arena: arena.clone() };
+            let block = config.block(index, &mut smoothed).unwrap();
+            model.weights.layers[index] = weights::layer(&config, block);
+        }
+        let off = rel_l2(&logits(&model, &tokens, &cpu, &arena), &own);
+        assert!(off < 1e-5, "{path:?}: off by {off}");
+        // A strength of 1 leaves no input above 1 that can be divided: all but o's where values are shared.
+        for (index, most) in most.iter().enumerate() {
+            let shares = config.q_heads != config.kv_heads;
+            for (input, most) in most.iter().enumerate() {
+                assert_eq!((most - 1.0).abs() < 1e-5, input != 1 || !shares, "{path:?}, {index}, {input}: {most}");
+            }
+        }
+    }
 }
 
 /// Parameters of a block as they were made, once more.

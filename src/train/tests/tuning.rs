@@ -23,7 +23,7 @@ fn asked(targets: &[&str]) -> Asked {
 fn packed(from: &Path, to: &Path) -> PathBuf {
     let path = to.join(from.file_name().unwrap()).with_extension("gguf");
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
-    quantise(from, "q4_1".parse::<Mixture>().unwrap(), &path, &cpu, &arena, |_, _| ()).unwrap();
+    quantise(from, "q4_1".parse::<Mixture>().unwrap(), None, &path, (&cpu, &arena), |_, _| ()).unwrap();
     path
 }
 
