@@ -17,8 +17,8 @@ use std::time::Instant;
 const EXAMPLES: &str = "\
 GGUF files: which tensor gets which type is llama.cpp's choice: more bits for the output matrix, in _m also for values and the MLP's \
 second half in half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32.\n\n\
-With --text errors count by the mean square of what each weight is multiplied with while the model reads it, as with llama.cpp's \
-importance matrix.\n\n\
+With --text errors count by the mean square of what each weight is multiplied with while the model reads it (llama.cpp's importance \
+matrix).\n\n\
 Folders: codes with an f16 scale for each group of inputs, as others read them: gptq, int4 and int8 in GPTQ's layout, awq in AWQ's. \
 int4 and int8 round each weight to its nearest code; gptq and awq choose codes by what matrices are multiplied with while the model \
 reads --text. All take group=128; all but awq symmetric=true; gptq bits=4, order=inputs|act and damp=0.01. nf4 is as bitsandbytes \

@@ -6,9 +6,9 @@
 //! they lie: 34 bytes for 32 elements of q8_0 are 102 for a head of 96.
 
 use super::{RowCodec, rotate};
-use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
 use crate::device::simd::reader::RowReader;
+use crate::device::simd::{Levels, Simd};
 use crate::named::{Named, NamedError, Parameter};
 use half::f16;
 use std::fmt;
@@ -239,9 +239,9 @@ fn read<B: Blocks>(format: B, from: &[u8], first: usize, to: &mut [f32]) {
 }
 
 /// What codes of four bits stand for: whole numbers with a sign, and without one.
-pub const SIGNED: [f32; 16] = [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+pub const SIGNED: Levels = Levels::whole([-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7]);
 /// See [`SIGNED`].
-pub const UNSIGNED: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+pub const UNSIGNED: Levels = Levels::whole([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
 
 /// The parameter `group`: how many elements share a scale.
 ///

@@ -63,7 +63,7 @@ impl<const BITS: usize> Blocks for ByChannel<BITS> {
         unsafe {
             match BITS {
                 8 => simd.add(simd.load_i8(block.add(offset).cast()), simd.splat(128.0)),
-                _ => codes::<S, BITS>(simd, block, offset, &UNSIGNED),
+                _ => codes::<S, BITS>(simd, block, offset, &UNSIGNED.values),
             }
         }
     }

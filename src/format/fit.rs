@@ -2,8 +2,8 @@
 //!
 //! The scale that just holds the largest element is not the one with the least error. Some scales around it are tried: elements
 //! are rounded with each, and then the scale (and the minimum) that fits these codes best has a closed form. The pair of least
-//! weighted error is taken. Larger elements weigh more, because activations multiply them; where it is known what they are multiplied
-//! with, an element weighs by that too ([`importance`]), as with llama.cpp's importance matrix.
+//! weighted error is taken. Larger elements weigh more, because activations multiply them; where it is known what an
+//! element is multiplied with, it weighs by the mean square of that and nothing else, because that is what its error makes of outputs.
 
 use super::blocks::{MOST, largest, put_half};
 
@@ -22,13 +22,6 @@ pub struct Search {
 /// How scales beside minimums are tried where weights are of the inputs: in finer steps, for squares of errors.
 pub const fn finely(most: f32) -> Search {
     Search { most, start: -0.9, step: 0.05, steps: 36, squares: true }
-}
-
-/// What errors of a row's elements weigh whose inputs have these mean squares: `inputs * sqrt(σ² + x²)`, with `σ²` the mean square of the
-/// row. Both that an element is large and that it is multiplied with much make it weigh (llama.cpp, `quantize_row_q4_0_impl`).
-pub fn importance(row: &[f32], inputs: &[f32]) -> Vec<f32> {
-    let mean = row.iter().map(|x| x * x).sum::<f32>() / row.len() as f32;
-    row.iter().zip(inputs).map(|(x, input)| input * (mean + x * x).sqrt()).collect()
 }
 
 /// Weights of a block of which nothing is known but its elements: their squares.
@@ -188,7 +181,7 @@ mod tests {
                 let mut bytes = vec![0; format.row_bytes(512)];
                 for (lost, knows) in lost.iter_mut().zip([false, true]) {
                     match knows {
-                        true => format.encode_for(&row, &inputs, &mut bytes),
+                        true => format.encode_weighted(&row, &inputs, &mut bytes),
                         false => format.encode(&row, 512, &mut bytes),
                     }
                     let mut back = vec![0.0; 512];
@@ -203,7 +196,7 @@ mod tests {
         let (row, mut bytes): (Vec<f32>, _) = ((0..64).map(|at| drawn(1, at)).collect(), [vec![0; 68], vec![0; 68]]);
         let format: RowFormat = "q8_0".parse().unwrap();
         format.encode(&row, 64, &mut bytes[0]);
-        format.encode_for(&row, &inputs[..64], &mut bytes[1]);
+        format.encode_weighted(&row, &inputs[..64], &mut bytes[1]);
         assert_eq!(bytes[0], bytes[1]);
     }
 

@@ -43,7 +43,7 @@ impl<const BITS: usize> Ints<BITS> {
     const SIGNED: &'static [f32; 16] = match BITS {
         2 => &SIGNED_2,
         3 => &SIGNED_3,
-        _ => &SIGNED,
+        _ => &SIGNED.values,
     };
 
     /// Elements of a group and whether it has a minimum, where rows are not rotated.
@@ -111,7 +111,7 @@ impl<const BITS: usize> Blocks for Ints<BITS> {
             match self.zero {
                 true => {
                     let least = simd.splat_f16(block.add(self.codes() + 2).cast());
-                    simd.add(simd.mul(scale, codes::<S, BITS>(simd, block, offset, &UNSIGNED)), least)
+                    simd.add(simd.mul(scale, codes::<S, BITS>(simd, block, offset, &UNSIGNED.values)), least)
                 }
                 false => simd.mul(scale, codes::<S, BITS>(simd, block, offset, Self::SIGNED)),
             }

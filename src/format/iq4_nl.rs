@@ -4,8 +4,8 @@
 
 use super::blocks::{Blocks, coded, half_at, nearest_level, nibble, nibbles, put_half, put_nibbles};
 use super::fit::{by_square, put_not_finite, symmetric};
-use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
+use crate::device::simd::{Levels, Simd};
 use crate::named::{Named, NamedError};
 
 /// Levels with a scale for each block.
@@ -15,18 +15,11 @@ pub struct Iq4Nl;
 /// What the codes stand for, of a scale of 1.
 const WHOLE: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 /// The same.
-pub const LEVELS: [f32; 16] = {
-    let (mut levels, mut code) = ([0.0; 16], 0);
-    while code < 16 {
-        levels[code] = WHOLE[code] as f32;
-        code += 1;
-    }
-    levels
-};
+pub const LEVELS: Levels = Levels::whole(WHOLE);
 
 /// The nearest level.
 pub fn nearest(x: f32) -> usize {
-    nearest_level(&LEVELS, x).into()
+    nearest_level(&LEVELS.values, x).into()
 }
 
 impl Blocks for Iq4Nl {
@@ -45,7 +38,7 @@ impl Blocks for Iq4Nl {
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector {
         // SAFETY: the caller's promise; the codes stand behind the scale.
-        unsafe { simd.mul(simd.splat_f16(block.cast()), nibbles(simd, block.add(2), offset, &LEVELS)) }
+        unsafe { simd.mul(simd.splat_f16(block.cast()), nibbles(simd, block.add(2), offset, &LEVELS.values)) }
     }
 
     #[inline(always)]
@@ -67,12 +60,15 @@ impl Blocks for Iq4Nl {
             return;
         }
         let (scale, codes) = to.split_at_mut(2);
-        let d = put_half(scale, 0, symmetric(block, weights, |x| LEVELS[nearest(x)], LEVELS[0], (1.0, 7)));
+        let d =
+            put_half(scale, 0, symmetric(block, weights, |x| LEVELS.values[nearest(x)], LEVELS.values[0], (1.0, 7)));
         put_nibbles(&coded(block, |x| nearest(if d == 0.0 { 0.0 } else { x / d }) as u8), codes);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
         let d = half_at(block, 0);
-        to.iter_mut().enumerate().for_each(|(index, x)| *x = d * LEVELS[usize::from(nibble(&block[2..], index))]);
+        to.iter_mut()
+            .enumerate()
+            .for_each(|(index, x)| *x = d * LEVELS.values[usize::from(nibble(&block[2..], index))]);
     }
 }

@@ -47,7 +47,7 @@ impl Blocks for Iq4Xs {
         unsafe {
             let scale = simd.splat(scale(|at| *block.add(2 + at), offset / 32));
             let scale = simd.mul(simd.splat_f16(block.cast()), scale);
-            simd.mul(scale, nibbles(simd, block.add(CODES), offset, &LEVELS))
+            simd.mul(scale, nibbles(simd, block.add(CODES), offset, &LEVELS.values))
         }
     }
 
@@ -71,7 +71,8 @@ impl Blocks for Iq4Xs {
         }
         to.fill(0);
         let groups = || block.chunks_exact(32);
-        let of = |(group, weights)| symmetric(group, weights, |x| LEVELS[nearest(x)], LEVELS[0], (1.0, 7));
+        let of =
+            |(group, weights)| symmetric(group, weights, |x| LEVELS.values[nearest(x)], LEVELS.values[0], (1.0, 7));
         let scales: Vec<f32> = groups().zip(weights.chunks_exact(32)).map(of).collect();
         let most = extreme(&scales);
         let per = if most == 0.0 { 0.0 } else { -32.0 / most };
@@ -91,7 +92,7 @@ impl Blocks for Iq4Xs {
         let d = half_at(block, 0);
         for (index, x) in to.iter_mut().enumerate() {
             let scale = d * scale(|at| block[2 + at], index / 32);
-            *x = scale * LEVELS[usize::from(nibble(&block[CODES..], index))];
+            *x = scale * LEVELS.values[usize::from(nibble(&block[CODES..], index))];
         }
     }
 }

@@ -379,10 +379,10 @@ impl RowFormat {
         });
     }
 
-    /// Writes the row of a weight matrix `[width]` whose inputs have the mean squares `inputs` `[width]`, so that what it makes of them
-    /// is off by little, in formats whose scales are searched for.
-    pub(crate) fn encode_for(self, row: &[f32], inputs: &[f32], to: &mut [u8]) {
-        with_codec!(self, codec => codec.encode_weighted(row, &fit::importance(row, inputs), to));
+    /// Writes a row `[width]` of a weight matrix so that the squares of its errors, each by its weight, are least, in formats whose scales
+    /// are searched for; in others as [`RowFormat::encode`] does.
+    pub(crate) fn encode_weighted(self, row: &[f32], weights: &[f32], to: &mut [u8]) {
+        with_codec!(self, codec => codec.encode_weighted(row, weights, to));
     }
 }
 

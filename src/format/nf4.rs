@@ -6,7 +6,7 @@
 //! anywhere. Of 64 elements, 34 bytes: 4.25 bits. With `scale=f32` the scale keeps what bitsandbytes' folders have: 36 bytes, 4.5 bits.
 
 use super::blocks::{self, Blocks, half_at, largest, nearest_level, nibble, nibbles, put_codes, put_half, put_nibbles};
-use crate::device::simd::Simd;
+use crate::device::simd::{Levels, Simd};
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
 
@@ -126,7 +126,7 @@ impl Blocks for Nf4 {
         // SAFETY: as above.
         unsafe {
             let codes = block.add(self.head() + offset / 2);
-            simd.load_32_nibbles(codes, &LEVELS, (self.scale(simd, block), None), to);
+            simd.load_32_nibbles(codes, &Levels::new(LEVELS), (self.scale(simd, block), None), to);
         }
     }
 

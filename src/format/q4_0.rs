@@ -31,7 +31,7 @@ impl Blocks for Q4_0 {
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> S::Vector {
         // SAFETY: the caller's promise; the codes stand behind the scale.
-        unsafe { simd.mul(simd.splat_f16(block.cast()), nibbles(simd, block.add(2), offset, &SIGNED)) }
+        unsafe { simd.mul(simd.splat_f16(block.cast()), nibbles(simd, block.add(2), offset, &SIGNED.values)) }
     }
 
     #[inline(always)]

@@ -30,7 +30,7 @@ impl Blocks for Q4_1 {
         // SAFETY: the caller's promise; the codes stand behind the scale and the minimum.
         unsafe {
             let (d, m) = (simd.splat_f16(block.cast()), simd.splat_f16(block.add(2).cast()));
-            simd.add(simd.mul(d, nibbles(simd, block.add(4), offset, &UNSIGNED)), m)
+            simd.add(simd.mul(d, nibbles(simd, block.add(4), offset, &UNSIGNED.values)), m)
         }
     }
 

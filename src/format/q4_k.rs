@@ -41,7 +41,7 @@ impl Blocks for Q4K {
         unsafe {
             let (scale, least) = six_bits::scales(simd, block, offset);
             let codes = block.add(six_bits::BYTES + offset / 64 * 32 + offset % 32);
-            simd.mul_add(scale, simd.load_nibbles(codes, (offset / 32 % 2 * 4) as u32, &UNSIGNED), least)
+            simd.mul_add(scale, simd.load_nibbles(codes, (offset / 32 % 2 * 4) as u32, &UNSIGNED.values), least)
         }
     }
 
@@ -51,7 +51,7 @@ impl Blocks for Q4K {
         unsafe {
             let scales = six_bits::scales(simd, block, offset);
             let codes = block.add(six_bits::BYTES + offset / 64 * 32);
-            simd.load_32_of_bytes(codes, (offset / 32 % 2 * 4) as u32, &UNSIGNED, scales, to);
+            simd.load_32_of_bytes(codes, (offset / 32 % 2 * 4) as u32, &UNSIGNED.values, scales, to);
         }
     }
 

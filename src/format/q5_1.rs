@@ -36,7 +36,7 @@ impl Blocks for Q5_1 {
         // SAFETY: the caller's promise; fifth bits and codes stand behind the scale and the minimum.
         unsafe {
             let (d, m) = (simd.splat_f16(block.cast()), simd.splat_f16(block.add(2).cast()));
-            simd.add(simd.mul(d, with_fifth(simd, block.add(HIGH), block.add(LOW), offset, &UNSIGNED)), m)
+            simd.add(simd.mul(d, with_fifth(simd, block.add(HIGH), block.add(LOW), offset, &UNSIGNED.values)), m)
         }
     }
 

@@ -173,7 +173,7 @@ impl<const BITS: usize> Blocks for Uint<BITS> {
             let (scale, codes) = (simd.splat_f16(block.cast()), block.add(HEAD_BYTES));
             let least = simd.mul(scale, simd.splat(Self::least(*block.add(2))));
             let code = match BITS {
-                4 => nibbles(simd, codes, offset, &UNSIGNED),
+                4 => nibbles(simd, codes, offset, &UNSIGNED.values),
                 _ => simd.load_i8(codes.add(offset).cast()),
             };
             simd.add(simd.mul(scale, code), least)

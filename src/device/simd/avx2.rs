@@ -1,7 +1,7 @@
 //! AVX2 and FMA: vectors of 8 f32.
 
 use super::vector::each;
-use super::{Native, Simd};
+use super::{Levels, Native, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -102,6 +102,41 @@ impl Simd for Avx2 {
             let low = _mm256_permutevar8x32_ps(self.load(values.as_ptr()), index);
             let high = _mm256_permutevar8x32_ps(self.load(values[8..].as_ptr()), index);
             _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_32_nibbles(
+        self,
+        from: *const u8,
+        levels: &Levels,
+        (scale, least): (__m256, Option<__m256>),
+        to: &mut [__m256],
+    ) {
+        // SAFETY: the caller's promise, and 16 levels. Whole levels are looked up as bytes, sixteen at a time, and widened then.
+        unsafe {
+            let (bytes, four) = (_mm_loadu_si128(from.cast()), _mm_set1_epi8(15));
+            let halves = [_mm_and_si128(bytes, four), _mm_and_si128(_mm_srli_epi16::<4>(bytes), four)];
+            for (codes, to) in halves.into_iter().zip(to.chunks_exact_mut(2)) {
+                let pair = match &levels.whole {
+                    Some(whole) => {
+                        let numbers = _mm_shuffle_epi8(_mm_loadu_si128(whole.as_ptr().cast()), codes);
+                        [numbers, _mm_srli_si128::<8>(numbers)]
+                            .map(|part| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part)))
+                    }
+                    None => [codes, _mm_srli_si128::<8>(codes)].map(|part| {
+                        // Of an index three bits count; the fourth, made the sign, chooses between halves.
+                        let index = _mm256_cvtepu8_epi32(part);
+                        let low = _mm256_permutevar8x32_ps(self.load(levels.values.as_ptr()), index);
+                        let high = _mm256_permutevar8x32_ps(self.load(levels.values[8..].as_ptr()), index);
+                        _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+                    }),
+                };
+                for (to, x) in to.iter_mut().zip(pair) {
+                    let x = _mm256_mul_ps(scale, x);
+                    *to = if let Some(least) = least { _mm256_add_ps(x, least) } else { x };
+                }
+            }
         }
     }
 

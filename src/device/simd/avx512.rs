@@ -1,7 +1,7 @@
 //! AVX-512: vectors of 16 f32, with AVX512-BF16 dot products of pairs of bf16, and with AMX products of tiles of them.
 
 use super::product::{Extents, Left, Right};
-use super::{Native, Simd, Unit, amx};
+use super::{Levels, Native, Simd, Unit, amx};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -108,13 +108,13 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     unsafe fn load_32_nibbles(
         self,
         from: *const u8,
-        values: &[f32; 16],
+        levels: &Levels,
         (scale, least): (__m512, Option<__m512>),
         to: &mut [__m512],
     ) {
         // SAFETY: the caller's promise. What all 16 codes stand for is one vector; of an index only the low four bits count.
         unsafe {
-            let scaled = _mm512_mul_ps(scale, self.load(values.as_ptr()));
+            let scaled = _mm512_mul_ps(scale, self.load(levels.values.as_ptr()));
             let values = if let Some(least) = least { _mm512_add_ps(scaled, least) } else { scaled };
             let codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
             to[0] = _mm512_permutexvar_ps(codes, values);

@@ -41,9 +41,9 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
     fn run<S: Simd>(self, simd: S) {
         assert!(!R::OF_WEIGHTS, "a cache refuses formats of weights");
         // What there is to a row beside its elements counts where one query is all that few bytes are read for: a loop of its own, where
-        // vectors are wide.
+        // there are vectors of more than four.
         match self.queries.len() / self.stride {
-            1 if R::TOGETHER && S::LANES == 16 => self.run_for(simd, 1),
+            1 if R::TOGETHER && S::LANES >= 8 => self.run_for(simd, 1),
             query_count => self.run_for(simd, query_count),
         }
     }
@@ -89,6 +89,20 @@ impl<R: RowReader> Dots<'_, R> {
                             scores,
                             key,
                         ),
+                        _ if const { R::TOGETHER && S::LANES == 8 } => {
+                            // What is widened with some trouble is widened once for four queries.
+                            for (key, pair) in (key..).step_by(2).zip(keys.chunks_exact(2)) {
+                                let pair = [pair[0], pair[1]];
+                                let sums = tile::<S, R, 2, 4>(simd, reader, pair, 0..rows.width(), from, stride);
+                                for row in 0..2 {
+                                    let sums = simd.sums(each(simd.splat(0.0), |query: usize| sums[query][row]));
+                                    for (query, sum) in sums.into_iter().enumerate() {
+                                        scores[query * BLOCK + key + row] = sum;
+                                    }
+                                }
+                            }
+                            4
+                        }
                         _ if const { S::COLUMNS < 4 } => put(
                             simd,
                             tile::<S, R, KEYS, 2>(simd, reader, keys, 0..rows.width(), from, stride),
@@ -195,6 +209,21 @@ pub(super) unsafe fn tile<S: Simd, R: RowReader, const ROWS: usize, const QUERIE
     // SAFETY: the caller's promise.
     unsafe {
         let mut column = columns.start;
+        if R::TOGETHER && S::LANES == 8 {
+            // There are registers for one row's 32 elements.
+            while column + 4 * S::LANES <= whole {
+                for row in 0..ROWS {
+                    let key = reader.load_many::<S, 4>(simd, rows[row], column);
+                    for (part, key) in key.into_iter().enumerate() {
+                        let from = queries.add(column + part * S::LANES);
+                        for (query, sums) in sums.iter_mut().enumerate() {
+                            sums[row] = simd.mul_add(simd.load(from.add(query * stride)), key, sums[row]);
+                        }
+                    }
+                }
+                column += 4 * S::LANES;
+            }
+        }
         if R::TOGETHER && S::LANES == 16 {
             while column + 2 * S::LANES <= whole {
                 let keys: [[S::Vector; 2]; ROWS] = each(

@@ -6,6 +6,32 @@ use crate::tensor::{DType, Rows, Strided};
 use bytemuck::Pod;
 use half::{bf16, f16};
 
+/// What the codes of four bits stand for.
+#[derive(Debug, Clone, Copy)]
+pub struct Levels {
+    /// As numbers of f32.
+    pub values: [f32; 16],
+    /// As bytes, where they are whole.
+    pub whole: Option<[i8; 16]>,
+}
+
+impl Levels {
+    /// Levels that are no whole numbers.
+    pub const fn new(values: [f32; 16]) -> Self {
+        Levels { values, whole: None }
+    }
+
+    /// Levels that are.
+    pub const fn whole(whole: [i8; 16]) -> Self {
+        let (mut values, mut code) = ([0.0; 16], 0);
+        while code < 16 {
+            values[code] = whole[code] as f32;
+            code += 1;
+        }
+        Levels { values, whole: Some(whole) }
+    }
+}
+
 /// Vectors of f32 in the registers of one instruction set. A value of an implementing type is the proof that the
 /// processor has it.
 pub trait Simd: Copy + Send + Sync + 'static {
@@ -48,7 +74,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// As [`Simd::load`].
     unsafe fn load_nibbles(self, from: *const u8, shift: u32, values: &[f32; 16]) -> Self::Vector;
-    /// What `values` has for both halves of 16 bytes, times `scale`, plus `least` if there is one: of the low four bits of all bytes,
+    /// What `levels` has for both halves of 16 bytes, times `scale`, plus `least` if there is one: of the low four bits of all bytes,
     /// then of the high ones, as 32 elements of the vectors `to`.
     ///
     /// # Safety
@@ -57,14 +83,14 @@ pub trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_32_nibbles(
         self,
         from: *const u8,
-        values: &[f32; 16],
+        levels: &Levels,
         (scale, least): (Self::Vector, Option<Self::Vector>),
         to: &mut [Self::Vector],
     ) {
         for (index, to) in to.iter_mut().enumerate() {
             let offset = index * Self::LANES;
             // SAFETY: the caller's promise.
-            let x = unsafe { self.load_nibbles(from.add(offset % 16), (offset / 16 * 4) as u32, values) };
+            let x = unsafe { self.load_nibbles(from.add(offset % 16), (offset / 16 * 4) as u32, &levels.values) };
             let x = self.mul(scale, x);
             *to = if let Some(least) = least { self.add(x, least) } else { x };
         }

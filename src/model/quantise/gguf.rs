@@ -397,7 +397,7 @@ fn tensor(
 /// Encodes a row, for inputs of these mean squares where they are known; the squares of what it lost, and of all.
 fn encode(format: RowFormat, row: &[f32], inputs: Option<&[f32]>, to: &mut [u8]) -> [f64; 2] {
     match inputs {
-        Some(inputs) => format.encode_for(row, inputs, to),
+        Some(inputs) => format.encode_weighted(row, inputs, to),
         None => format.encode(row, row.len(), to),
     }
     let mut back = vec![0.0; row.len()];
