@@ -50,6 +50,21 @@ unsafe fn part(from: *const u16, count: usize) -> __m128i {
     }
 }
 
+impl Avx2 {
+    /// What `values` has for the low four bits of each lane.
+    #[inline(always)]
+    fn look_up(self, index: __m256i, values: &[f32; 16]) -> __m256 {
+        // Of an index three bits count; the fourth, made the sign, chooses between halves.
+        let (low, high) = values.split_at(8);
+        // SAFETY: an `Avx2` exists only where the processor has the instructions; each half is a vector.
+        unsafe {
+            let low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(low.as_ptr()), index);
+            let high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(high.as_ptr()), index);
+            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+        }
+    }
+}
+
 impl Simd for Avx2 {
     const LANES: usize = 8;
     const COLUMNS: usize = 2;
@@ -95,13 +110,10 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn load_nibbles(self, from: *const u8, shift: u32, values: &[f32; 16]) -> __m256 {
-        // SAFETY: the caller's promise. Of an index three bits count; the fourth, made the sign, chooses between halves.
+        // SAFETY: the caller's promise.
         unsafe {
             let codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
-            let index = _mm256_srl_epi32(codes, _mm_cvtsi32_si128(shift as i32));
-            let low = _mm256_permutevar8x32_ps(self.load(values.as_ptr()), index);
-            let high = _mm256_permutevar8x32_ps(self.load(values[8..].as_ptr()), index);
-            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+            self.look_up(_mm256_srl_epi32(codes, _mm_cvtsi32_si128(shift as i32)), values)
         }
     }
 
@@ -116,25 +128,23 @@ impl Simd for Avx2 {
         // SAFETY: the caller's promise, and 16 levels. Whole levels are looked up as bytes, sixteen at a time, and widened then.
         unsafe {
             let (bytes, four) = (_mm_loadu_si128(from.cast()), _mm_set1_epi8(15));
-            let halves = [_mm_and_si128(bytes, four), _mm_and_si128(_mm_srli_epi16::<4>(bytes), four)];
-            for (codes, to) in halves.into_iter().zip(to.chunks_exact_mut(2)) {
-                let pair = match &levels.whole {
-                    Some(whole) => {
-                        let numbers = _mm_shuffle_epi8(_mm_loadu_si128(whole.as_ptr().cast()), codes);
-                        [numbers, _mm_srli_si128::<8>(numbers)]
-                            .map(|part| _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part)))
-                    }
-                    None => [codes, _mm_srli_si128::<8>(codes)].map(|part| {
-                        // Of an index three bits count; the fourth, made the sign, chooses between halves.
-                        let index = _mm256_cvtepu8_epi32(part);
-                        let low = _mm256_permutevar8x32_ps(self.load(levels.values.as_ptr()), index);
-                        let high = _mm256_permutevar8x32_ps(self.load(levels.values[8..].as_ptr()), index);
-                        _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
-                    }),
+            let mut codes = _mm_and_si128(bytes, four);
+            for (half, to) in to.chunks_exact_mut(2).enumerate() {
+                if half == 1 {
+                    codes = _mm_and_si128(_mm_srli_epi16::<4>(bytes), four);
+                }
+                let mut part = match &levels.whole {
+                    Some(whole) => _mm_shuffle_epi8(_mm_loadu_si128(whole.as_ptr().cast()), codes),
+                    None => codes,
                 };
-                for (to, x) in to.iter_mut().zip(pair) {
+                for to in to {
+                    let x = match levels.whole {
+                        Some(_) => _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part)),
+                        None => self.look_up(_mm256_cvtepu8_epi32(part), &levels.values),
+                    };
                     let x = _mm256_mul_ps(scale, x);
                     *to = if let Some(least) = least { _mm256_add_ps(x, least) } else { x };
+                    part = _mm_srli_si128::<8>(part);
                 }
             }
         }
