@@ -25,9 +25,12 @@ pub fn input_of(name: &str) -> usize {
     }
 }
 
-/// Names and shapes of the matrices of block `index` that read an input, for each of [`INPUTS`] that comes out of something that can be
+/// A matrix's name and shape.
+pub type Shaped = (String, [usize; 2]);
+
+/// The matrices of block `index` that read an input, for each of [`INPUTS`] that comes out of something that can be
 /// divided.
-pub fn readers(config: &Config, index: usize) -> Vec<(usize, Vec<(String, [usize; 2])>)> {
+pub fn readers(config: &Config, index: usize) -> Vec<(usize, Vec<Shaped>)> {
     let mut shapes = Shapes(Vec::new());
     let Ok(_) = config.block(index, &mut shapes);
     let can_be = |input: &usize| *input != 1 || config.q_heads == config.kv_heads;
@@ -98,7 +101,7 @@ impl<'c> Fold<'c> {
 }
 
 /// Names and shapes of a block's matrices.
-struct Shapes(Vec<(String, [usize; 2])>);
+struct Shapes(Vec<Shaped>);
 
 impl Make for Shapes {
     type Matrix = ();
