@@ -10,6 +10,9 @@ use crate::tensor::DType;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
+/// What a silent channel counts, of the mean of all.
+const SILENT: f64 = 1e-6;
+
 /// The channels of one of [`INPUTS`] of a block.
 #[derive(Debug, Clone, Default)]
 pub struct Channels {
@@ -34,9 +37,11 @@ impl Channels {
         }
     }
 
-    /// Mean squares, `[width]`.
+    /// Mean squares, `[width]`. A channel that the text leaves silent counts a little: another text may not.
     pub fn mean_squares(&self) -> Vec<f32> {
-        self.squares.iter().map(|sum| (sum / self.rows.max(1) as f64) as f32).collect()
+        let rows = self.rows.max(1) as f64;
+        let least = SILENT * self.squares.iter().sum::<f64>() / rows / self.squares.len().max(1) as f64;
+        self.squares.iter().map(|sum| (sum / rows).max(least) as f32).collect()
     }
 }
 
@@ -72,4 +77,18 @@ pub fn read_inputs(source: &Path, text: Calibration<'_>, cpu: &Cpu, arena: &Aren
         decoder.prefill(&[piece], |_, _, _| ())?;
     }
     Ok(reading.inputs.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Channels;
+
+    #[test]
+    fn channels_by_hand() {
+        let mut channels = Channels::default();
+        channels.push(3, &[3.0, -1.0, 0.0, -4.0, 1.0, 0.0]);
+        assert_eq!(channels.largest, [4.0, 1.0, 0.0]);
+        // A millionth of the mean of 12.5, 1 and 0.
+        assert_eq!(channels.mean_squares(), [12.5, 1.0, 4.5e-6]);
+    }
 }
