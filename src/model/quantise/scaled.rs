@@ -38,7 +38,7 @@ pub enum Scaled {
     W8a8 {
         /// Whether the inputs of a layer have one scale, of all tokens.
         is_static: bool,
-        /// How much of the outliers of inputs weights take over ([`smooth`]), if any.
+        /// How much of the outliers of inputs weights take over, from 0 to 1, if any (SmoothQuant).
         smoothing: Option<f32>,
     },
 }
