@@ -17,7 +17,8 @@ fn main() {
     println!("cargo:rustc-env=KVSIEVE_GIT_DIRTY={dirty}");
     println!("cargo:rustc-env=KVSIEVE_PROFILE={}", std::env::var("PROFILE").unwrap_or_default());
     // Where it lies in memory is fixed: relocations would be a megabyte of the binary.
-    if std::env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "linux") {
+    let is = |key: &str, value: &str| std::env::var(key).is_ok_and(|found| found == value);
+    if is("CARGO_CFG_TARGET_OS", "linux") && is("CARGO_CFG_TARGET_ENV", "gnu") {
         println!("cargo:rustc-link-arg-bins=-no-pie");
     }
     // The log of HEAD grows with each commit and checkout, and with nothing else. A path that is not there would make
