@@ -24,7 +24,8 @@ int4 and int8 round each weight to its nearest code; gptq and awq choose codes b
 reads --text. All take group=128; all but awq symmetric=true; gptq bits=4, order=inputs|act and damp=0.01. nf4 is as bitsandbytes \
 has it, with an f32 scale for each block=64 inputs; fp8 is E4M3 with an f32 scale for each output (compressed-tensors), and w8a8 \
 bytes likewise, to be run with --activations int8: each token has a scale of its own, or with activations=static each layer one by \
-what it reads of --text; with smoothing=0.5 weights take half of the outliers of their inputs over (SmoothQuant). Embedding, output matrix and norms stay as the source's embedding is.\n\n\
+what it reads of --text; with smoothing=0.5 weights take half of the outliers of their inputs over (SmoothQuant). \
+Embedding, output matrix and norms stay as the source's embedding is.\n\n\
 The tokenizer and the configuration go along. The error of a tensor is the relative L2 distance from what the source held, that of \
 outputs the same of what the matrix makes of the text.\n\n\
 Examples:

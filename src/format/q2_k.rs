@@ -51,12 +51,11 @@ impl Blocks for Q2K {
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {
-        let weights: [f32; 256] = std::array::from_fn(|at| block[at].abs());
-        encode(block, (&weights, false), &SEARCH, to);
+        encode(block, None, to);
     }
 
     fn encode_weighted(self, block: &[f32], weights: &[f32], to: &mut [u8]) {
-        encode(block, (weights, true), &finely(3.0), to);
+        encode(block, Some(weights), to);
     }
 
     fn decode(self, block: &[u8], to: &mut [f32]) {
@@ -69,18 +68,20 @@ impl Blocks for Q2K {
     }
 }
 
-/// Writes a block; whether scales of groups are chosen by the weights too.
-fn encode(block: &[f32], (weights, of_groups): (&[f32], bool), search: &Search, to: &mut [u8]) {
+/// Writes a block; errors weigh by `weights`, where there are some.
+fn encode(block: &[f32], weights: Option<&[f32]>, to: &mut [u8]) {
     if put_not_finite(block, to, D) {
         return;
     }
     to.fill(0);
-    let groups = || block.chunks_exact(16).zip(weights.chunks_exact(16));
-    let found: Vec<[f32; 2]> = groups().map(|(group, weights)| with_minimum(group, weights, search)).collect();
+    let own: [f32; 256] = std::array::from_fn(|at| block[at].abs());
+    let (each, search) = weights.map_or((&own[..], SEARCH), |weights| (weights, finely(3.0)));
+    let groups = || block.chunks_exact(16).zip(each.chunks_exact(16));
+    let found: Vec<[f32; 2]> = groups().map(|(group, weights)| with_minimum(group, weights, &search)).collect();
     let sums: Vec<f32> = groups().map(|(_, weights)| weights.iter().sum()).collect();
     let halves = [0, 1].map(|part| {
         let scales: Vec<f32> = found.iter().map(|found| found[part]).collect();
-        let [per, scale] = of_scales(&scales, of_groups.then_some(&sums), 15.0);
+        let [per, scale] = of_scales(&scales, weights.map(|_| &sums[..]), 15.0);
         for (byte, found) in to[..16].iter_mut().zip(&scales) {
             *byte |= ((per * found).round_ties_even() as u8).min(15) << (4 * part);
         }

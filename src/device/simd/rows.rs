@@ -41,7 +41,7 @@ impl<R: RowReader> SimdOp for Dots<'_, R> {
     fn run<S: Simd>(self, simd: S) {
         assert!(!R::OF_WEIGHTS, "a cache refuses formats of weights");
         // What there is to a row beside its elements counts where one query is all that few bytes are read for: a loop of its own, where
-        // there are vectors of more than four.
+        // vectors have eight elements or more.
         match self.queries.len() / self.stride {
             1 if R::TOGETHER && S::LANES >= 8 => self.run_for(simd, 1),
             query_count => self.run_for(simd, query_count),
