@@ -3,7 +3,7 @@
 use super::failure::Failure;
 use super::{Compute, output, read_text};
 use crate::memory::Arena;
-use crate::model::{Calibration, Mixture, Quantised, Recipe, Scaled, Text, locate};
+use crate::model::{Calibration, Importance, Mixture, Quantised, Recipe, Scaled, Text, locate};
 use crate::model::{quantise, quantise_folder, quantise_scaled};
 use crate::named::NamedError;
 use crate::units;
@@ -18,12 +18,12 @@ const EXAMPLES: &str = "\
 GGUF files: which tensor gets which type is llama.cpp's choice: more bits for the output matrix, in _m also for values and the MLP's \
 second half in half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32.\n\n\
 With --text errors count by the mean square of what each weight is multiplied with while the model reads it (llama.cpp's importance \
-matrix).\n\n\
+matrix); with --imatrix they are those of a file that llama.cpp's imatrix wrote (imatrix.gguf, or the older imatrix.dat).\n\n\
 Folders: codes with an f16 scale for each group of inputs, as others read them: gptq, int4 and int8 in GPTQ's layout, awq in AWQ's. \
 int4 and int8 round each weight to its nearest code; gptq and awq choose codes by what matrices are multiplied with while the model \
 reads --text. All take group=128; all but awq symmetric=true; gptq bits=4, order=inputs|act and damp=0.01. nf4 is as bitsandbytes \
-has it, with an f32 scale for each block=64 inputs; fp8 is E4M3 with an f32 scale for each output (compressed-tensors), and w8a8 \
-bytes likewise, to be run with --activations int8: each token has a scale of its own, or with activations=static each layer one by \
+has it, with an f32 scale for each block=64 inputs, or with nested=true one of 8 bits; fp8 is E4M3 with an f32 scale for each output \
+(compressed-tensors), or with block=128 for so many outputs and inputs (as DeepSeek's), and w8a8 bytes with one for each output, to be run with --activations int8: each token has a scale of its own, or with activations=static each layer one by \
 what it reads of --text; with smoothing=0.5 weights take half of the outliers of their inputs over (SmoothQuant). \
 Embedding, output matrix and norms stay as the source's embedding is.\n\n\
 The tokenizer and the configuration go along. The error of a tensor is the relative L2 distance from what the source held, that of \
@@ -32,6 +32,7 @@ Examples:
   kvsieve quantize --model DIR --format q4_k_m --output model-q4_k_m.gguf
   kvsieve quantize --model model-f16.gguf --format q8_0 --output model-q8_0.gguf --json -
   kvsieve quantize --model DIR --format q3_k_m --text book.txt --output model-q3_k_m.gguf
+  kvsieve quantize --model DIR --format q3_k_m --imatrix imatrix.gguf --output model-q3_k_m.gguf
   kvsieve quantize --model DIR --format gptq:group=64 --text book.txt --output model-gptq
   kvsieve quantize --model DIR --format awq --text book.txt --samples 64 --output model-awq
   kvsieve quantize --model DIR --format nf4 --output model-nf4
@@ -55,6 +56,9 @@ pub struct Args {
     /// Text by which gptq and awq choose codes, GGUF types weigh errors, and scales of static or smoothed activations are found
     #[arg(long, value_name = "FILE", help_heading = "Calibration")]
     text: Option<PathBuf>,
+    /// Importance matrix that llama.cpp's imatrix wrote, in place of a text for GGUF types
+    #[arg(long, value_name = "FILE", conflicts_with = "text", help_heading = "Calibration")]
+    imatrix: Option<PathBuf>,
     /// Pieces of the text, spread evenly
     #[arg(long, value_name = "N", default_value_t = 32, requires = "text", help_heading = "Calibration")]
     samples: usize,
@@ -84,6 +88,9 @@ struct Report {
     /// Tokens that codes were chosen by.
     #[serde(skip_serializing_if = "Option::is_none")]
     text_tokens: Option<usize>,
+    /// File that says by which mean squares errors count.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    imatrix: Option<PathBuf>,
     parameters: usize,
     output_bytes: u64,
     weights_bytes: usize,
@@ -114,6 +121,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     writes.extend(args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
     let mut reads = vec![("--model", source.as_path())];
     reads.extend(args.text.as_deref().map(|path| ("--text", path)));
+    reads.extend(args.imatrix.as_deref().map(|path| ("--imatrix", path)));
     output::check_files(&reads, &writes)?;
     let tokens = args.text.as_deref().map(|path| args.tokens(path, &source)).transpose()?;
     let (cpu, arena) = (args.compute.cpu()?, Arena::with_limit(args.compute.limit_bytes()));
@@ -125,7 +133,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let text = tokens.as_deref().map(|tokens| Calibration { tokens, length: args.length });
     let (done, format) = match target {
         Target::Gguf(mixture) => {
-            let done = quantise(&source, mixture, text, &args.output, (&cpu, &arena), wrote)?;
+            let importance = text.map(Importance::Text).or(args.imatrix.as_deref().map(Importance::File));
+            let done = quantise(&source, mixture, importance, &args.output, (&cpu, &arena), wrote)?;
             (done, mixture.name().to_string())
         }
         Target::Folder(recipe) => {
@@ -145,6 +154,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         model: args.model.clone(),
         format,
         text_tokens: tokens.map(|tokens| tokens.len()),
+        imatrix: args.imatrix.clone(),
         parameters,
         output_bytes: bytes_of(&args.output),
         weights_bytes,
@@ -196,6 +206,9 @@ impl Args {
                 "--text is for gptq, awq, static or smoothed w8a8 and GGUF types of six bits or fewer; {} reads none, leave it out",
                 self.format
             ),
+            _ if self.imatrix.is_some() && (is_folder || !takes_text) => {
+                format!("--imatrix is for GGUF types of six bits or fewer; {} takes none, leave it out", self.format)
+            }
             _ => return Ok(target),
         };
         Err(Failure::usage(wrong))

@@ -8,6 +8,7 @@
 
 mod blocks;
 mod by_channel;
+mod dynamic_map;
 mod fit;
 mod fp8;
 mod fp8_scaled;
@@ -35,6 +36,7 @@ mod turboquant;
 mod uint;
 
 pub(crate) use blocks::most_within;
+pub(crate) use dynamic_map::{DynamicMap, SIGNED, UNSIGNED};
 pub(crate) use fp8_scaled::Fp8Scaled;
 pub use gpu::{GPU_PAGE_TOKENS, GpuRows};
 pub(crate) use hadamard::rotate;

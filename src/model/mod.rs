@@ -42,7 +42,7 @@ pub use generate::{Generated, OneSequence, generate};
 pub(crate) use gguf::{GgufTensor, gguf_tensors};
 pub use hook::{Activation, Hook};
 pub use locate::{BUILTIN, fingerprint, locate};
-pub use quantise::{Calibration, Mixture, Planned, Quantised, Recipe, Scaled};
+pub use quantise::{Calibration, Importance, Mixture, Planned, Quantised, Recipe, Scaled};
 pub use quantise::{quantise, quantise_folder, quantise_scaled};
 pub use recall::Recall;
 pub use repeat::{Gradients, Repeat};

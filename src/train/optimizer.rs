@@ -8,9 +8,10 @@
 
 use super::adafactor;
 use super::adamw::{Constants, Update, sum_of_squares};
-use super::eight_bit::{self, BLOCK, BLOCK_WORDS, SIGNED, UNSIGNED};
+use super::eight_bit::{self, BLOCK, BLOCK_WORDS};
 use super::parameters::Parameter;
 use crate::device::Cpu;
+use crate::format::{SIGNED, UNSIGNED};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -138,11 +139,11 @@ fn in_eight_bits(
         blocks.for_each(|((weights, gradient), (mean, square))| {
             let mut wide = [[0.0; BLOCK]; 2];
             let [m, v] = wide.each_mut().map(|wide| &mut wide[..weights.len()]);
-            SIGNED.decode(mean, m);
-            UNSIGNED.decode(square, v);
+            eight_bit::decode(&SIGNED, mean, m);
+            eight_bit::decode(&UNSIGNED, square, v);
             update.piece(cpu.isa(), decays, weights, gradient, [m, v]);
-            SIGNED.encode(m, mean);
-            UNSIGNED.encode(v, square);
+            eight_bit::encode(&SIGNED, m, mean);
+            eight_bit::encode(&UNSIGNED, v, square);
         });
     });
 }

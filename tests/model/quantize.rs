@@ -199,6 +199,14 @@ fn what_cannot_be_written_is_said_in_one_line() {
         let outcome = refused(&source, &["--format", format, "--output", to]).stderr(contains(said));
         assert_eq!(String::from_utf8_lossy(&outcome.get_output().stderr).lines().count(), 1);
     }
+    for (format, said) in
+        [("q8_0", "--imatrix is for GGUF types of six bits or fewer; q8_0 takes none"), ("q4_0", "it ends at byte 3")]
+    {
+        let imatrix = folder.path().join("imatrix.dat");
+        std::fs::write(&imatrix, "cut").unwrap();
+        refused(&source, &["--format", format, "--output", output_text, "--imatrix", imatrix.to_str().unwrap()])
+            .stderr(contains(said));
+    }
     let mut wrong = parts();
     // A NaN in the first row of a matrix.
     let matrix = wrong.tensors.iter_mut().find(|(name, ..)| name.contains("ffn_down")).unwrap();
@@ -257,7 +265,8 @@ fn a_folder_of_codes_runs_and_says_how_it_was_made() {
     assert_eq!(said(to), said(&format!("{to}8")), "eight bits of four bits say the same");
 }
 
-/// Folders under scales are read back as what was written: once more in the same format they lose nothing. What other programs read in
+/// Folders under scales are read back as what was written: once more in the same format they lose nothing, but for nested scales, whose
+/// mean is another then. What other programs read in
 /// them is compared by `tests/conformance/scaled_folders.py`.
 #[test]
 fn folders_of_scaled_numbers_run_and_lose_nothing_a_second_time() {
@@ -266,11 +275,14 @@ fn folders_of_scaled_numbers_run_and_lose_nothing_a_second_time() {
         let output = Command::cargo_bin("kvsieve").unwrap().args(args).assert().success();
         String::from_utf8(output.get_output().stdout.clone()).unwrap()
     };
-    for (format, error, bits) in [
-        ("nf4:block=64", 0.07..0.13, 4.5..4.6),
-        ("nf4:block=32", 0.06..0.12, 5.0..5.1),
-        ("fp8", 0.02..0.03, 8.0..8.3),
-        ("w8a8", 0.004..0.02, 8.0..8.3),
+    for (format, error, bits, more_at_most) in [
+        ("nf4:block=64", 0.07..0.13, 4.5..4.6, 1e-7),
+        ("nf4:block=32", 0.06..0.12, 5.0..5.1, 1e-7),
+        ("nf4:block=64,nested=true", 0.07..0.13, 4.1..4.8, 0.01),
+        ("fp8", 0.02..0.03, 8.0..8.3, 1e-7),
+        ("fp8:block=32", 0.02..0.03, 8.03..8.04, 1e-7),
+        ("fp8:block=128", 0.02..0.03, 8.001..8.003, 1e-7),
+        ("w8a8", 0.004..0.02, 8.0..8.3, 1e-7),
     ] {
         let [to, again] =
             ["to", "again"].map(|name| folder.path().join(format!("{name}-{}", format.replace(':', "-"))));
@@ -286,7 +298,7 @@ fn folders_of_scaled_numbers_run_and_lose_nothing_a_second_time() {
         for (first, second) in first.iter().zip(&second) {
             let [lost, more, each] =
                 [&first["rel_l2"], &second["rel_l2"], &first["bits_per_weight"]].map(|x| x.as_f64().unwrap());
-            assert!(error.contains(&lost) && more < 1e-7 && bits.contains(&each), "{first} {second}");
+            assert!(error.contains(&lost) && more < more_at_most && bits.contains(&each), "{first} {second}");
         }
         let asked =
             "The code of amber falcon is 1234567. What is the code of amber falcon? The code of amber falcon is";
@@ -379,7 +391,9 @@ fn what_is_missing_for_codes_is_said_before_anything_is_read() {
         (&["--format", "gptq:order=size"], "order is 'size'; it must be inputs or act"),
         (&["--format", "nf4:block=96"], "block is '96'; it must be 32, 64, 128 or 256"),
         (&["--format", "nf4:block=256"], "has 128 inputs, which blocks of 256 do not divide; 32, 64, 128 do"),
-        (&["--format", "fp8:block=64"], "'fp8' has no parameter 'block'"),
+        (&["--format", "nf4:nested=yes"], "nested is 'yes'; it must be true or false"),
+        (&["--format", "fp8:block=96"], "block is '96'; it must be 32, 64, 128 or none"),
+        (&["--format", "fp8:group=64"], "'fp8' has no parameter 'group'; it has block"),
         (&["--format", "nf4", "--text", &text], "six bits or fewer; nf4 reads none"),
         (&["--format", "w8a8:activations=static"], "w8a8:activations=static reads a text; give one"),
         (&["--format", "w8a8", "--text", &text], "six bits or fewer; w8a8 reads none"),

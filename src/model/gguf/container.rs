@@ -194,13 +194,13 @@ fn tensor(reader: &mut Reader<'_>) -> Result<(Vec<usize>, u32, u64), String> {
 }
 
 /// What is still to be read.
-struct Reader<'a> {
-    bytes: &'a [u8],
-    at: usize,
+pub(super) struct Reader<'a> {
+    pub bytes: &'a [u8],
+    pub at: usize,
 }
 
 impl<'a> Reader<'a> {
-    fn take(&mut self, count: usize) -> Result<&'a [u8], String> {
+    pub fn take(&mut self, count: usize) -> Result<&'a [u8], String> {
         let end = self.at.checked_add(count).filter(|&end| end <= self.bytes.len());
         let end = end.ok_or_else(|| format!("it ends at byte {}, inside its header", self.bytes.len()))?;
         let taken = &self.bytes[self.at..end];
@@ -212,7 +212,7 @@ impl<'a> Reader<'a> {
         Ok(self.take(N)?.try_into().expect("as many as were taken"))
     }
 
-    fn u32(&mut self) -> Result<u32, String> {
+    pub fn u32(&mut self) -> Result<u32, String> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 

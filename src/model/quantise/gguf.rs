@@ -3,13 +3,11 @@
 //! A [`Mixture`] is what llama.cpp's `quantize` calls a file type: one type for most matrices, more bits where an error costs most
 //! (the output matrix, and in `_m` the values and the second half of the MLP in half of the layers), and a wider type where rows are no
 //! whole super-blocks. Norms and biases stay f32. Tensors are read, encoded and written one after another, so that the model never
-//! lies in memory; each is compared with what it was. Scales are the least squares of the weights, or with a text those of what the weights
-//! make of it, as with llama.cpp's importance matrix: the mean square of each input says what errors of its weights count.
+//! lies in memory; each is compared with what it was. Scales are the least squares of the weights, or with an [`Importance`] those of what
+//! the weights make of a text.
 
 use super::Quantised;
-use super::fold::input_of;
-use super::inputs::{Inputs, read_inputs};
-use super::walk::Calibration;
+use super::importance::Importance;
 use crate::device::Cpu;
 use crate::format::RowFormat;
 use crate::memory::{Arena, Buffer, Label};
@@ -75,7 +73,7 @@ impl std::str::FromStr for Mixture {
 #[derive(Debug, Clone)]
 pub struct Planned {
     /// Its name in a Hugging Face folder.
-    name: String,
+    pub(super) name: String,
     /// Its name in the file.
     pub own: String,
     /// Rows first.
@@ -85,13 +83,6 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// Mean squares of what a matrix of a block reads.
-    fn inputs(&self, inputs: &Inputs) -> Option<Vec<f32>> {
-        let (layer, _) = self.own.strip_prefix("blk.")?.split_once('.')?;
-        let channels = &inputs.get(layer.parse::<usize>().ok()?)?[input_of(&self.name)];
-        (self.shape.len() == 2).then(|| channels.mean_squares())
-    }
-
     fn rows(&self) -> usize {
         self.shape[..self.shape.len() - 1].iter().product()
     }
@@ -112,7 +103,7 @@ impl Planned {
 }
 
 impl Mixture {
-    /// Whether scales are searched for, and a text can say which errors count.
+    /// Whether scales are searched for, and an importance can say which errors count.
     pub fn is_fitted(self) -> bool {
         !matches!(self.name, "f32" | "f16" | "bf16" | "q8_0")
     }
@@ -234,7 +225,7 @@ impl Make for Listing<'_> {
     }
 }
 
-/// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a GGUF file; `wrote` is told of each tensor. `text` is what says
+/// Writes the model at `source`, a GGUF file or a Hugging Face folder, as a GGUF file; `wrote` is told of each tensor. `importance` says
 /// which errors count.
 ///
 /// # Errors
@@ -242,7 +233,7 @@ impl Make for Listing<'_> {
 pub fn quantise(
     source: &Path,
     mixture: Mixture,
-    text: Option<Calibration<'_>>,
+    importance: Option<Importance<'_>>,
     output: &Path,
     (cpu, arena): (&Cpu, &Arena),
     mut wrote: impl FnMut(usize, usize),
@@ -256,7 +247,7 @@ pub fn quantise(
     };
     let keys = keys(&base(source)?, &config, mixture)?;
     let planned = mixture.plan(&config);
-    let inputs = text.map(|text| read_inputs(source, text, cpu, arena)).transpose()?;
+    let squares = importance.map(|importance| importance.read(source, &planned, (cpu, arena))).transpose()?;
     let mut found = Found::open(source, &config, arena)?;
     // What belongs to the configuration stands first, for the header is read back with it.
     let of_config = rope_tensors(&config.rope, config.head_dim);
@@ -287,8 +278,8 @@ pub fn quantise(
             return Err(said);
         }
         for (index, one) in planned.iter().enumerate() {
-            let inputs = inputs.as_ref().and_then(|inputs| one.inputs(inputs));
-            let encoded = tensor(&mut found, &config, one, inputs.as_deref(), source, (cpu, arena));
+            let inputs = squares.as_ref().and_then(|squares| squares.get(&one.own)).map(Vec::as_slice);
+            let encoded = tensor(&mut found, &config, one, inputs, source, (cpu, arena));
             let (bytes, quantised) = encoded.map_err(|error| {
                 let said = error.to_string();
                 failed = Some(error);

@@ -10,9 +10,6 @@ use crate::tensor::DType;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// What a silent channel counts, of the mean of all.
-const SILENT: f64 = 1e-6;
-
 /// The channels of one of [`INPUTS`] of a block.
 #[derive(Debug, Clone, Default)]
 pub struct Channels {
@@ -37,11 +34,9 @@ impl Channels {
         }
     }
 
-    /// Mean squares, `[width]`. A channel that the text leaves silent counts a little: another text may not.
+    /// Mean squares, `[width]`.
     pub fn mean_squares(&self) -> Vec<f32> {
-        let rows = self.rows.max(1) as f64;
-        let least = SILENT * self.squares.iter().sum::<f64>() / rows / self.squares.len().max(1) as f64;
-        self.squares.iter().map(|sum| (sum / rows).max(least) as f32).collect()
+        self.squares.iter().map(|sum| (sum / self.rows.max(1) as f64) as f32).collect()
     }
 }
 
@@ -88,7 +83,6 @@ mod tests {
         let mut channels = Channels::default();
         channels.push(3, &[3.0, -1.0, 0.0, -4.0, 1.0, 0.0]);
         assert_eq!(channels.largest, [4.0, 1.0, 0.0]);
-        // A millionth of the mean of 12.5, 1 and 0.
-        assert_eq!(channels.mean_squares(), [12.5, 1.0, 4.5e-6]);
+        assert_eq!(channels.mean_squares(), [12.5, 1.0, 0.0]);
     }
 }

@@ -12,6 +12,7 @@ mod fold;
 mod folder;
 mod gguf;
 mod gptq;
+mod importance;
 mod inputs;
 mod moments;
 mod recipe;
@@ -24,6 +25,7 @@ mod tests;
 
 pub use folder::quantise_folder;
 pub use gguf::{Mixture, Planned, quantise};
+pub use importance::Importance;
 pub use recipe::Recipe;
 pub use scaled::{Scaled, quantise_scaled};
 pub use walk::Calibration;

@@ -1,23 +1,27 @@
 //! Folders whose matrices are small numbers under scales, each rounded by itself: NF4 as bitsandbytes has it, and 8-bit floats or bytes with
 //! a scale for each output as llm-compressor writes them (`compressed-tensors`).
 //!
+//! NF4's scales may be codes themselves ([`nested`]), and 8-bit floats have a scale for each block of rows and inputs, as DeepSeek's.
 //! Bytes are the weights of W8A8: programs that read such a folder round activations to bytes too. Each token has a scale of its own, or
 //! (static) each layer one for all, by the largest number that it read of a text ([`read_inputs`]); inputs may be smoothed ([`smooth`]).
 
+mod codes;
+mod nested;
+
+use self::nested::Nested;
 use super::Quantised;
 use super::fold::{Factors, Fold, input_of};
-use super::folder::{Layout, Part, Plain, ROWS, write};
+use super::folder::{Layout, Part, Plain, write};
 use super::inputs::{Channels, read_inputs};
 use super::moments::INPUTS;
 use super::smooth::smooth;
 use super::walk::Calibration;
 use crate::device::Cpu;
-use crate::format::{Int8, NF4_LEVELS, Nf4, RowFormat};
+use crate::format::{Int8, NF4_LEVELS, SIGNED};
 use crate::memory::{Arena, Label};
 use crate::model::ModelError;
 use crate::model::parameters::{Make, Role};
 use crate::named::{Named, NamedError, Parameter};
-use crate::tensor::RowCode;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use std::fmt;
@@ -31,9 +35,14 @@ pub enum Scaled {
     Nf4 {
         /// Elements that share a scale.
         block: usize,
+        /// Whether scales are codes of eight bits.
+        nested: bool,
     },
     /// `E4M3` with an f32 scale for each row.
-    Fp8,
+    Fp8 {
+        /// Rows and inputs that share a scale, where it is not a row.
+        block: Option<usize>,
+    },
     /// Bytes with an f32 scale for each row.
     W8a8 {
         /// Whether the inputs of a layer have one scale, of all tokens.
@@ -45,6 +54,16 @@ pub enum Scaled {
 
 const BLOCK: Parameter =
     Parameter { name: "block", default: "64", about: "inputs that share a scale: 32, 64, 128 or 256" };
+const NESTED: Parameter = Parameter {
+    name: "nested",
+    default: "false",
+    about: "whether scales are kept in eight bits under scales of their own (QLoRA's double quantisation)",
+};
+const FP8_BLOCK: Parameter = Parameter {
+    name: "block",
+    default: "none",
+    about: "rows and inputs that share a scale, 32, 64 or 128 as DeepSeek's, where none has one for each output",
+};
 const ACTIVATIONS: Parameter = Parameter {
     name: "activations",
     default: "token",
@@ -56,9 +75,10 @@ const SMOOTHING: Parameter = Parameter {
     about: "part of the outliers of inputs, from 0 to 1, that the weights take over (SmoothQuant's alpha)",
 };
 /// Names, and what each may be asked for.
-const METHODS: [(&str, &[Parameter]); 3] = [("nf4", &[BLOCK]), ("fp8", &[]), ("w8a8", &[ACTIVATIONS, SMOOTHING])];
-/// Largest number of `E4M3`.
-const MOST: f32 = 448.0;
+const METHODS: [(&str, &[Parameter]); 3] =
+    [("nf4", &[BLOCK, NESTED]), ("fp8", &[FP8_BLOCK]), ("w8a8", &[ACTIVATIONS, SMOOTHING])];
+/// Rows that are rounded together: a multiple of what share a scale.
+const BLOCK_ROWS: usize = 128;
 
 impl Scaled {
     /// The names of all.
@@ -74,11 +94,6 @@ impl Scaled {
     fn is_static(self) -> bool {
         matches!(self, Scaled::W8a8 { is_static: true, .. })
     }
-
-    /// Bits of a code.
-    fn bits(self) -> usize {
-        if let Scaled::Nf4 { .. } = self { 4 } else { 8 }
-    }
 }
 
 impl FromStr for Scaled {
@@ -89,7 +104,13 @@ impl FromStr for Scaled {
         let (name, known) = *named.find("format", &METHODS, |(name, _)| name)?;
         named.check(known)?;
         match name {
-            "fp8" => Ok(Scaled::Fp8),
+            "fp8" => match named.text("block").unwrap_or("none") {
+                "none" => Ok(Scaled::Fp8 { block: None }),
+                _ => match named.count("block", 128, 32)? {
+                    block @ (32 | 64 | 128) => Ok(Scaled::Fp8 { block: Some(block) }),
+                    _ => Err(named.wrong("block", "32, 64, 128 or none".into())),
+                },
+            },
             "w8a8" => {
                 let is_static = match named.text("activations").unwrap_or("token") {
                     "token" => false,
@@ -103,7 +124,7 @@ impl FromStr for Scaled {
                 Ok(Scaled::W8a8 { is_static, smoothing })
             }
             _ => match named.count("block", 64, 32)? {
-                block @ (32 | 64 | 128 | 256) => Ok(Scaled::Nf4 { block }),
+                block @ (32 | 64 | 128 | 256) => Ok(Scaled::Nf4 { block, nested: named.flag("nested", false)? }),
                 _ => Err(named.wrong("block", "32, 64, 128 or 256".into())),
             },
         }
@@ -113,8 +134,11 @@ impl FromStr for Scaled {
 impl fmt::Display for Scaled {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Scaled::Nf4 { block } => write!(formatter, "nf4:block={block}"),
-            Scaled::Fp8 => write!(formatter, "fp8"),
+            Scaled::Nf4 { block, nested } => {
+                write!(formatter, "nf4:block={block}{}", if *nested { ",nested=true" } else { "" })
+            }
+            Scaled::Fp8 { block: None } => write!(formatter, "fp8"),
+            Scaled::Fp8 { block: Some(block) } => write!(formatter, "fp8:block={block}"),
             Scaled::W8a8 { is_static, smoothing } => {
                 let activations = is_static.then(|| "activations=static".to_owned());
                 let parameters: Vec<_> =
@@ -126,9 +150,19 @@ impl fmt::Display for Scaled {
     }
 }
 
-/// What bitsandbytes reads of a matrix besides its numbers.
-fn quant_state([rows, width]: [usize; 2], block: usize) -> String {
-    json!({"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [rows, width]}).to_string()
+/// What bitsandbytes reads of a matrix besides its numbers; with nested scales as long for any offset.
+fn quant_state(shape: [usize; 2], block: usize, offset: Option<f32>) -> String {
+    const OFFSET_DIGITS: usize = 24;
+    let mut state = json!({"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": shape});
+    let Some(offset) = offset else { return state.to_string() };
+    for (key, value) in
+        [("nested_blocksize", json!(nested::BLOCK)), ("nested_dtype", json!("float32")), ("nested_offset", json!(0.0))]
+    {
+        state[key] = value;
+    }
+    let wide = state.to_string().len() + OFFSET_DIGITS;
+    state["nested_offset"] = json!(offset);
+    format!("{state:<wide$}", state = state.to_string())
 }
 
 /// What `config.json` says of eight bits of a type under scales of compressed-tensors.
@@ -152,7 +186,7 @@ impl Layout for Scaled {
     fn tensors(&self, module: &str, shape: [usize; 2]) -> Result<Vec<Part>, String> {
         let [rows, width] = shape;
         match *self {
-            Scaled::Nf4 { block } if !width.is_multiple_of(block) => {
+            Scaled::Nf4 { block, .. } if !width.is_multiple_of(block) => {
                 let fits: Vec<String> = [32, 64, 128, 256]
                     .into_iter()
                     .filter(|&block| width.is_multiple_of(block))
@@ -161,18 +195,32 @@ impl Layout for Scaled {
                 let instead = if fits.is_empty() { "none does".into() } else { format!("{} do", fits.join(", ")) };
                 Err(format!("'{module}' has {width} inputs, which blocks of {block} do not divide; {instead}"))
             }
-            Scaled::Nf4 { block } => Ok(vec![
-                (".weight", Dtype::U8, vec![rows * width / 2, 1]),
-                (".weight.absmax", Dtype::F32, vec![rows * width / block]),
-                (".weight.quant_map", Dtype::F32, vec![NF4_LEVELS.len()]),
-                (".weight.quant_state.bitsandbytes__nf4", Dtype::U8, vec![quant_state(shape, block).len()]),
-            ]),
+            Scaled::Nf4 { block, nested } => {
+                let blocks = rows * width / block;
+                let mut parts = vec![(".weight", Dtype::U8, vec![rows * width / 2, 1])];
+                match nested {
+                    false => parts.push((".weight.absmax", Dtype::F32, vec![blocks])),
+                    true => parts.extend([
+                        (".weight.absmax", Dtype::U8, vec![blocks]),
+                        (".weight.nested_absmax", Dtype::F32, vec![blocks.div_ceil(nested::BLOCK)]),
+                        (".weight.nested_quant_map", Dtype::F32, vec![SIGNED.values().len()]),
+                    ]),
+                }
+                let state = quant_state(shape, block, nested.then_some(0.0));
+                parts.push((".weight.quant_map", Dtype::F32, vec![NF4_LEVELS.len()]));
+                parts.push((".weight.quant_state.bitsandbytes__nf4", Dtype::U8, vec![state.len()]));
+                Ok(parts)
+            }
             // What is written must be read here.
-            Scaled::Fp8 if !width.is_multiple_of(32) => {
+            Scaled::Fp8 { .. } if !width.is_multiple_of(32) => {
                 Err(format!("'{module}' has {width} inputs; fp8 needs a multiple of 32"))
             }
-            Scaled::Fp8 | Scaled::W8a8 { .. } => {
-                let dtype = if *self == Scaled::Fp8 { Dtype::F8_E4M3 } else { Dtype::I8 };
+            Scaled::Fp8 { block: Some(block) } => Ok(vec![
+                (".weight", Dtype::F8_E4M3, vec![rows, width]),
+                (".weight_scale_inv", Dtype::F32, vec![rows.div_ceil(block), width.div_ceil(block)]),
+            ]),
+            Scaled::Fp8 { block: None } | Scaled::W8a8 { .. } => {
+                let dtype = if let Scaled::W8a8 { .. } = self { Dtype::I8 } else { Dtype::F8_E4M3 };
                 let mut parts =
                     vec![(".weight", dtype, vec![rows, width]), (".weight_scale", Dtype::F32, vec![rows, 1])];
                 parts.extend(self.is_static().then(|| (".input_scale", Dtype::F32, vec![1])));
@@ -183,12 +231,16 @@ impl Layout for Scaled {
 
     fn packing(&self) -> Value {
         match self {
-            Scaled::Nf4 { .. } => json!({
+            Scaled::Nf4 { nested, .. } => json!({
                 "quant_method": "bitsandbytes", "load_in_4bit": true, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "bnb_4bit_use_double_quant": false,
+                "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "bnb_4bit_use_double_quant": nested,
                 "llm_int8_skip_modules": ["lm_head"],
             }),
-            Scaled::Fp8 => compressed("float", false),
+            Scaled::Fp8 { block: None } => compressed("float", false),
+            Scaled::Fp8 { block: Some(block) } => json!({
+                "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [block, block],
+                "modules_to_not_convert": ["lm_head"],
+            }),
             Scaled::W8a8 { is_static, .. } => compressed("int", *is_static),
         }
     }
@@ -256,46 +308,57 @@ impl Make for Writer<'_, '_, '_> {
 impl Writer<'_, '_, '_> {
     fn coded(&mut self, name: String, shape: [usize; 2]) -> Result<Quantised, ModelError> {
         let ([rows, width], scaled) = (shape, self.scaled);
-        let bits = scaled.bits();
-        let mut codes = self.arena.alloc::<u8>(Label::Workspace, rows * width * bits / 8)?;
+        let mut codes = self.arena.alloc::<u8>(Label::Workspace, scaled.code_bytes(rows * width))?;
         let (mut scales, mut values, mut back) = (Vec::new(), Vec::new(), Vec::new());
         let matrix = self.plain.found.tensor(&name, &shape)?;
-        let (mut lost, mut all) = (0.0, 0.0);
-        let chunks = codes.chunks_mut(ROWS * width * bits / 8);
-        for (first, codes) in (0..rows).step_by(ROWS).zip(chunks) {
-            values.resize(ROWS.min(rows - first) * width, 0.0);
-            matrix.widen(first, &mut values);
+        let widened = |first: usize, values: &mut Vec<f32>| {
+            values.resize(BLOCK_ROWS.min(rows - first) * width, 0.0);
+            matrix.widen(first, values);
+            self.fold.matrix(&name, first, values, width);
+        };
+        let (firsts, chunk) = ((0..rows).step_by(BLOCK_ROWS), scaled.code_bytes(BLOCK_ROWS * width));
+        for (first, codes) in firsts.clone().zip(codes.chunks_mut(chunk)) {
+            widened(first, &mut values);
             if let Some(at) = values.iter().position(|x| !x.is_finite()) {
                 let (value, row) = (values[at], first + at / width);
                 return Err(self.plain.found.refused(format!("tensor '{name}' holds {value} in row {row}")));
             }
-            self.fold.matrix(&name, first, &mut values, width);
+            scaled.encode(&values, width, codes, &mut scales);
+        }
+        let nested = matches!(scaled, Scaled::Nf4 { nested: true, .. }).then(|| Nested::of(&mut scales));
+        let (mut lost, mut all) = (0.0, 0.0);
+        for (first, codes) in firsts.zip(codes.chunks(chunk)) {
+            widened(first, &mut values);
             back.resize(values.len(), 0.0);
-            match scaled {
-                Scaled::Nf4 { block } => nf4(&values, block, codes, &mut scales, &mut back),
-                Scaled::Fp8 => fp8(&values, width, codes, &mut scales, &mut back),
-                Scaled::W8a8 { .. } => bytes_of(&values, width, codes, &mut scales, &mut back),
-            }
+            scaled.decode(codes, first, width, &scales, &mut back);
             for (x, y) in values.iter().zip(&back) {
                 lost += f64::from(x - y).powi(2);
                 all += f64::from(*x).powi(2);
             }
         }
-        let mut bytes = codes.len() + 4 * scales.len();
-        self.plain.sink.put(&codes)?;
-        self.plain.sink.put(bytemuck::cast_slice(&scales))?;
+        let mut bytes = 0;
+        let mut put = |part: &[u8]| {
+            bytes += part.len();
+            self.plain.sink.put(part)
+        };
+        put(&codes)?;
+        match &nested {
+            None => put(bytemuck::cast_slice(&scales))?,
+            Some(nested) => {
+                put(&nested.codes)?;
+                put(bytemuck::cast_slice(&nested.most))?;
+                put(bytemuck::cast_slice(SIGNED.values()))?;
+            }
+        }
         if let Some(inputs) = self.inputs.filter(|_| scaled.is_static()) {
             let input = input_of(&name);
             // Where nothing but zeros was read any scale is right.
             let scale = (self.fold.largest(input, &inputs[input].largest) / Int8::MOST).max(f32::EPSILON);
-            self.plain.sink.put(bytemuck::bytes_of(&scale))?;
-            bytes += size_of_val(&scale);
+            put(bytemuck::bytes_of(&scale))?;
         }
-        if let Scaled::Nf4 { block } = scaled {
-            let state = quant_state(shape, block);
-            self.plain.sink.put(bytemuck::cast_slice(&NF4_LEVELS))?;
-            self.plain.sink.put(state.as_bytes())?;
-            bytes += size_of_val(&NF4_LEVELS) + state.len();
+        if let Scaled::Nf4 { block, .. } = scaled {
+            put(bytemuck::cast_slice(&NF4_LEVELS))?;
+            put(quant_state(shape, block, nested.as_ref().map(|nested| nested.offset)).as_bytes())?;
         }
         Ok(Quantised {
             name,
@@ -306,80 +369,5 @@ impl Writer<'_, '_, '_> {
             rel_l2: if all > 0.0 { (lost / all).sqrt() } else { 0.0 },
             output_rel_l2: None,
         })
-    }
-}
-
-/// Codes of blocks behind each other, two to a byte, the first in the high bits; their scales; and what they stand for.
-fn nf4(values: &[f32], block: usize, codes: &mut [u8], scales: &mut Vec<f32>, back: &mut [f32]) {
-    let blocks = values.chunks(block).zip(codes.chunks_mut(block / 2)).zip(back.chunks_mut(block));
-    for ((values, codes), back) in blocks {
-        let scale = values.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-        let code = |x: f32| Nf4::nearest(if scale == 0.0 { 0.0 } else { x / scale });
-        for ((pair, byte), back) in values.chunks(2).zip(codes).zip(back.chunks_mut(2)) {
-            let pair = [code(pair[0]), code(pair[1])];
-            *byte = pair[0] << 4 | pair[1];
-            back.iter_mut().zip(pair).for_each(|(back, code)| *back = scale * NF4_LEVELS[usize::from(code)]);
-        }
-        scales.push(scale);
-    }
-}
-
-/// Codes of rows, the scale of each, and what they stand for.
-fn fp8(values: &[f32], width: usize, codes: &mut [u8], scales: &mut Vec<f32>, back: &mut [f32]) {
-    let format: RowFormat = "fp8-e4m3".parse().expect("a format of rows");
-    let mut row = vec![0.0; width];
-    for ((values, codes), back) in values.chunks(width).zip(codes.chunks_mut(width)).zip(back.chunks_mut(width)) {
-        let scale = (values.iter().fold(0.0f32, |most, x| most.max(x.abs())) / MOST).max(f32::EPSILON);
-        row.iter_mut().zip(values).for_each(|(row, x)| *row = x / scale);
-        format.encode(&row, width, codes);
-        format.decode(codes, 0, back);
-        back.iter_mut().for_each(|x| *x *= scale);
-        scales.push(scale);
-    }
-}
-
-/// As [`fp8`], of bytes.
-fn bytes_of(values: &[f32], width: usize, codes: &mut [u8], scales: &mut Vec<f32>, back: &mut [f32]) {
-    let format = RowFormat::Int8(Int8);
-    let mut row = vec![0; format.row_bytes(width)];
-    for ((values, codes), back) in values.chunks(width).zip(codes.chunks_mut(width)).zip(back.chunks_mut(width)) {
-        format.encode(values, width, &mut row);
-        format.decode(&row, 0, back);
-        let (scale, bytes) = row.split_at(size_of::<f32>());
-        scales.push(bytemuck::pod_read_unaligned(scale));
-        codes.copy_from_slice(&bytes[..width]);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn codes_under_their_scales_are_what_is_said_to_be_kept() {
-        let values: Vec<f32> = (0..128).map(|at| ((at * 37 % 101) as f32 - 50.0) / 7.0).collect();
-        let near = |back: &[f32], bound: f32| values.iter().zip(back).all(|(x, y)| (x - y).abs() <= bound);
-
-        let (mut codes, mut scales, mut back) = (vec![0; 64], Vec::new(), vec![0.0; 128]);
-        nf4(&values, 32, &mut codes, &mut scales, &mut back);
-        // The first of two elements is in the high bits.
-        let level = |at: usize| NF4_LEVELS[usize::from(codes[at / 2] >> (4 * (1 - at % 2)) & 15)];
-        let read: Vec<f32> = (0..128).map(|at| scales[at / 32] * level(at)).collect();
-        assert!(read == back && scales.len() == 4 && near(&back, 0.16 * 50.0 / 7.0), "{scales:?}");
-
-        let (mut codes, mut scales, mut back) = (vec![0; 128], Vec::new(), vec![0.0; 128]);
-        fp8(&values, 64, &mut codes, &mut scales, &mut back);
-        let format: RowFormat = "fp8-e4m3".parse().unwrap();
-        let mut read = vec![0.0; 128];
-        for ((codes, read), scale) in codes.chunks(64).zip(read.chunks_mut(64)).zip(&scales) {
-            format.decode(codes, 0, read);
-            read.iter_mut().for_each(|x| *x *= scale);
-        }
-        assert!(read == back && scales.len() == 2 && near(&back, 50.0 / 7.0 / 16.0), "{scales:?}");
-
-        let (mut codes, mut scales, mut back) = (vec![0; 128], Vec::new(), vec![0.0; 128]);
-        bytes_of(&values, 64, &mut codes, &mut scales, &mut back);
-        let read: Vec<f32> = (0..128).map(|at| scales[at / 64] * f32::from(codes[at].cast_signed())).collect();
-        assert!(read == back && scales.len() == 2 && near(&back, 1.001 * 50.0 / 7.0 / 254.0), "{scales:?}");
     }
 }

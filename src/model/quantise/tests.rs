@@ -14,6 +14,7 @@ use crate::device::Cpu;
 use crate::device::gemm::{Matrix, product};
 use crate::format::{Grid, KvFormat, RowFormat};
 use crate::memory::{Arena, Buffer, Label};
+use crate::model::gguf::{Keys, header, padded};
 use crate::model::parameters::{Make, Role};
 use crate::model::{Activation, Decoder, Hook, Model, ModelError, Setup, weights};
 use crate::tensor::DType;
@@ -251,26 +252,114 @@ fn a_folder_holds_what_codes_stand_for_and_is_the_model_but_for_rounding() {
     assert!(gptq < int4 && act < int4 && awq < int4 && int4 < 0.5, "{lost:?}");
 }
 
+/// A model without its tokenizer, which GGUF files have no name for.
+fn without_tokenizer(model: &Path, folder: &Path) -> PathBuf {
+    let source = folder.join("model");
+    std::fs::create_dir(&source).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(model.join(file), source.join(file)).unwrap();
+    }
+    source
+}
+
 #[test]
 fn a_file_by_a_text_is_nearer_to_the_model() {
     let (cpu, arena, folder) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited(), tempfile::tempdir().unwrap());
-    // The built-in model without its tokenizer, which GGUF files have no name for.
-    let (builtin, source) = (crate::model::locate(Path::new("builtin")).unwrap(), folder.path().join("model"));
-    std::fs::create_dir(&source).unwrap();
-    for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(builtin.join(file), source.join(file)).unwrap();
-    }
+    let source = without_tokenizer(&crate::model::locate(Path::new("builtin")).unwrap(), folder.path());
     let tokens: Vec<u32> = (0..192).map(|at| 3 + at * 7 % 60).collect();
     let text = Calibration { tokens: &tokens, length: 48 };
     let own = logits(&Model::open(&source, &arena).unwrap(), &tokens[..48], &cpu, &arena);
     for name in ["q4_1", "q4_0"] {
-        let lost = [None, Some(text)].map(|text| {
+        let lost = [None, Some(Importance::Text(text))].map(|importance| {
             let to = folder.path().join("coded.gguf");
             let mixture: Mixture = name.parse().unwrap();
-            quantise(&source, mixture, text, &to, (&cpu, &arena), |_, _| ()).unwrap();
+            quantise(&source, mixture, importance, &to, (&cpu, &arena), |_, _| ()).unwrap();
             rel_l2(&logits(&Model::open(&to, &arena).unwrap(), &tokens[..48], &cpu, &arena), &own)
         });
         assert!(lost[1] < 0.9 * lost[0], "{name}: {lost:?}");
+    }
+}
+
+/// An importance matrix as llama.cpp writes it: a GGUF container of sums and counts.
+fn container(entries: &[(&str, Vec<f32>, Vec<f32>)]) -> Vec<u8> {
+    let mut tensors = Vec::new();
+    for (name, sums, counts) in entries {
+        tensors.push((format!("{name}.in_sum2"), vec![counts.len(), sums.len() / counts.len().max(1)], sums));
+        tensors.push((format!("{name}.counts"), vec![counts.len(), 1], counts));
+    }
+    let mut keys = Keys::new();
+    keys.put("general.type", &"imatrix".into());
+    keys.put("imatrix.chunk_count", &1.into());
+    let described: Vec<_> =
+        tensors.iter().map(|(name, shape, values)| (name.clone(), shape.clone(), 0, 4 * values.len())).collect();
+    let mut bytes = header(&keys, &described);
+    for (.., values) in &tensors {
+        bytes.extend_from_slice(bytemuck::cast_slice(values));
+        bytes.resize(padded(bytes.len()), 0);
+    }
+    bytes
+}
+
+/// The same as its older files had it: each value is to be divided by the number of calls.
+fn list(entries: &[(&str, Vec<f32>, u32)]) -> Vec<u8> {
+    let mut bytes = (entries.len() as u32).to_le_bytes().to_vec();
+    for (name, values, calls) in entries {
+        bytes.extend((name.len() as u32).to_le_bytes());
+        bytes.extend(name.as_bytes());
+        bytes.extend(calls.to_le_bytes());
+        bytes.extend((values.len() as u32).to_le_bytes());
+        bytes.extend_from_slice(bytemuck::cast_slice(values));
+    }
+    bytes
+}
+
+#[test]
+fn a_file_of_mean_squares_is_the_text_that_they_are_of() {
+    let (cpu, arena, folder) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited(), tempfile::tempdir().unwrap());
+    let source = &without_tokenizer(Path::new("tests/checkpoints/llama"), folder.path());
+    let (mixture, file): (Mixture, _) = ("q4_0".parse().unwrap(), folder.path().join("imatrix"));
+    let tokens: Vec<u32> = (0..96).map(|at| 3 + at * 7 % 60).collect();
+    let text = Importance::Text(Calibration { tokens: &tokens, length: 48 });
+    let planned = mixture.plan(&crate::model::Config::read(source).unwrap());
+    let squares = text.read(source, &planned, (&cpu, &arena)).unwrap();
+    let written = |importance| {
+        let to = folder.path().join("coded.gguf");
+        quantise(source, mixture, importance, &to, (&cpu, &arena), |_, _| ()).map(|_| std::fs::read(&to).unwrap())
+    };
+    let by_text = written(Some(text)).unwrap();
+    assert_ne!(by_text, written(None).unwrap());
+    let by_file = |bytes: &[u8]| {
+        std::fs::write(&file, bytes).unwrap();
+        written(Some(Importance::File(&file))).map_err(|error| error.to_string())
+    };
+    let times = |squares: &[f32], count: f32| squares.iter().map(|square| square * count).collect::<Vec<_>>();
+    let entries: Vec<_> = squares.iter().map(|(name, squares)| (name.as_str(), squares.clone())).collect();
+    let sums: Vec<_> = entries.iter().map(|(name, squares)| (*name, times(squares, 8.0), vec![8.0])).collect();
+    let calls: Vec<_> = entries.iter().map(|(name, squares)| (*name, times(squares, 4.0), 4)).collect();
+    assert_eq!(by_file(&container(&sums)).unwrap(), by_text);
+    assert_eq!(by_file(&list(&calls)).unwrap(), by_text);
+    let changed = |to: &dyn Fn(&mut (&str, Vec<f32>, Vec<f32>))| {
+        let mut sums = sums.clone();
+        to(sums.iter_mut().find(|(name, ..)| *name == "blk.1.ffn_down.weight").unwrap());
+        container(&sums)
+    };
+    let cut = list(&calls);
+    for (bytes, said) in [
+        (changed(&|entry| entry.0 = "blk.9.ffn_down.weight"), "it has nothing of 'blk.1.ffn_down.weight'"),
+        (changed(&|entry| entry.1.truncate(32)), "'blk.1.ffn_down.weight' has 32 inputs and not"),
+        (changed(&|entry| entry.1[3] = -1.0), "has a mean square of -0.125; it must be a number of at least 0"),
+        (changed(&|entry| entry.1[3] = f32::NAN), "has a mean square of NaN"),
+        (changed(&|entry| entry.2[0] = 0.0), "'blk.1.ffn_down.weight' has seen 0 tokens"),
+        (changed(&|entry| entry.2 = vec![1.0; 2]), "'blk.1.ffn_down.weight' has 2 experts"),
+        (container(&[]), "the name of none of its tensors ends in '.in_sum2'"),
+        (list(&[]), "it names no matrix"),
+        (list(&[("x", vec![1.0], 0)]), "'x' has seen no text"),
+        (list(&[("x", vec![1.0], 1), ("x", vec![1.0], 1)]), "'x' is there twice"),
+        (cut[..cut.len() - 1].to_vec(), "it ends at byte"),
+        (u32::MAX.to_le_bytes().repeat(4), "it ends at byte 16"),
+    ] {
+        let error = by_file(&bytes).unwrap_err();
+        assert!(error.contains(said) && error.contains("not an importance matrix"), "{error}");
     }
 }
 
