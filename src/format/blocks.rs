@@ -8,7 +8,7 @@
 use super::{RowCodec, rotate};
 use crate::device::simd::integers::Codes;
 use crate::device::simd::reader::RowReader;
-use crate::device::simd::{Levels, Simd};
+use crate::device::simd::{Levels, RAISED, Simd};
 use crate::named::{Named, NamedError, Parameter};
 use half::f16;
 use std::fmt;
@@ -27,6 +27,8 @@ pub trait Blocks: Copy + Send + Sync {
     /// As [`RowCodec::PARAMETERS`].
     const PARAMETERS: &'static [Parameter] = &[];
 
+    /// As [`RowReader::AFFINE`].
+    const AFFINE: bool = false;
     /// As [`RowReader::OF_WEIGHTS`].
     const OF_WEIGHTS: bool = false;
 
@@ -85,6 +87,16 @@ pub trait Blocks: Copy + Send + Sync {
         }
     }
 
+    /// Where 32 codes of four bits lie from `offset` on, their scale, and what is added to them times that: of formats that say so
+    /// ([`Blocks::AFFINE`]).
+    ///
+    /// # Safety
+    /// As [`Blocks::vectors`].
+    #[inline(always)]
+    unsafe fn affine<S: Simd>(self, _simd: S, _block: *const u8, _offset: usize) -> (*const u8, [S::Vector; 2]) {
+        unreachable!("{} is not read so", <Self as Blocks>::NAME)
+    }
+
     /// Writes a block.
     fn encode(self, block: &[f32], to: &mut [u8]);
 
@@ -100,6 +112,7 @@ pub trait Blocks: Copy + Send + Sync {
 impl<B: Blocks> RowReader for B {
     const SCALED: bool = false;
     const TOGETHER: bool = true;
+    const AFFINE: bool = <B as Blocks>::AFFINE;
     const OF_WEIGHTS: bool = <B as Blocks>::OF_WEIGHTS;
 
     #[inline(always)]
@@ -131,6 +144,24 @@ impl<B: Blocks> RowReader for B {
             }
         }
         vectors
+    }
+
+    #[inline(always)]
+    unsafe fn load_affine<S: Simd>(
+        self,
+        simd: S,
+        row: *const u8,
+        column: usize,
+        x: &mut [S::Vector],
+    ) -> [S::Vector; 2] {
+        let shift = self.elements().trailing_zeros();
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (block, offset) = (row.add((column >> shift) * self.bytes()), column & (self.elements() - 1));
+            let (codes, [scale, least]) = self.affine(simd, block, offset);
+            simd.load_32_raised(codes, x);
+            [scale, simd.mul_add(scale, simd.splat(-RAISED), least)]
+        }
     }
 
     #[inline(always)]

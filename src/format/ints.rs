@@ -59,6 +59,7 @@ impl<const BITS: usize> Ints<BITS> {
 }
 
 impl<const BITS: usize> Blocks for Ints<BITS> {
+    const AFFINE: bool = BITS == 4;
     const NAME: &'static str = ["int2", "int3", "int4"][BITS - 2];
     const ABOUT: &'static str = [
         "two bits for each element and an f16 scale for each group of a row",
@@ -136,6 +137,19 @@ impl<const BITS: usize> Blocks for Ints<BITS> {
                 }
                 false => simd.load_32_nibbles(codes, &SIGNED, (scale, None), to),
             }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> (*const u8, [S::Vector; 2]) {
+        // SAFETY: as above.
+        unsafe {
+            let scale = simd.splat_f16(block.add(self.codes()).cast());
+            let least = match self.zero {
+                true => simd.splat_f16(block.add(self.codes() + 2).cast()),
+                false => simd.mul(scale, simd.splat(-Self::MIDDLE)),
+            };
+            (block.add(offset / 2), [scale, least])
         }
     }
 

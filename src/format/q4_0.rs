@@ -17,6 +17,7 @@ pub struct Q4_0;
 
 impl Blocks for Q4_0 {
     const NAME: &'static str = "q4_0";
+    const AFFINE: bool = true;
     const ABOUT: &'static str = "as llama.cpp: four bits for each element, an f16 scale for each 32";
 
     fn build(_: &Named) -> Result<Self, NamedError> {
@@ -38,6 +39,14 @@ impl Blocks for Q4_0 {
     unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
         // SAFETY: as above.
         unsafe { simd.load_32_nibbles(block.add(2 + offset / 2), &SIGNED, (simd.splat_f16(block.cast()), None), to) }
+    }
+
+    #[inline(always)]
+    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> (*const u8, [S::Vector; 2]) {
+        // SAFETY: as above.
+        let d = unsafe { simd.splat_f16(block.cast()) };
+        // SAFETY: as above.
+        (unsafe { block.add(2 + offset / 2) }, [d, simd.mul(d, simd.splat(-8.0))])
     }
 
     fn codes(self) -> Option<Codes> {

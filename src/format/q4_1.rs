@@ -14,6 +14,7 @@ pub struct Q4_1;
 
 impl Blocks for Q4_1 {
     const NAME: &'static str = "q4_1";
+    const AFFINE: bool = true;
     const ABOUT: &'static str = "as llama.cpp: four bits for each element, an f16 scale and an f16 minimum for each 32";
 
     fn build(_: &Named) -> Result<Self, NamedError> {
@@ -40,6 +41,15 @@ impl Blocks for Q4_1 {
         unsafe {
             let (d, m) = (simd.splat_f16(block.cast()), simd.splat_f16(block.add(2).cast()));
             simd.load_32_nibbles(block.add(4 + offset / 2), &UNSIGNED, (d, Some(m)), to);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> (*const u8, [S::Vector; 2]) {
+        // SAFETY: as above.
+        unsafe {
+            let (d, m) = (simd.splat_f16(block.cast()), simd.splat_f16(block.add(2).cast()));
+            (block.add(4 + offset / 2), [d, m])
         }
     }
 

@@ -16,7 +16,7 @@ mod packed;
 use kvsieve::device::Cpu;
 use kvsieve::experiment::{Device, Experiment, Spec, runner, store};
 use kvsieve::memory::{Arena, Label};
-use kvsieve::model::{Config, Model, Text, sequences};
+use kvsieve::model::{Config, Importance, Model, Text, quantise, sequences};
 use kvsieve::planner::Subject;
 use kvsieve::planner::allocator::{Event, replay};
 use kvsieve::policy::{Budget, Registry};
@@ -148,6 +148,43 @@ fn gguf_files() {
     target.run(|path| {
         let _ = Text::open(path);
         Model::open(path, &Arena::with_limit(64 << 20)).map(drop).map_err(said)
+    });
+}
+
+/// Importance matrices of both kinds, by which a model is quantised.
+#[test]
+fn importance_matrices() {
+    let (folder, cpu) = (tempfile::tempdir().unwrap(), Cpu::new(Some(1)).unwrap());
+    let (llama, model) = (Path::new("tests/checkpoints/llama"), folder.path().join("model"));
+    fs::create_dir(&model).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        fs::copy(llama.join(name), model.join(name)).unwrap();
+    }
+    let mut container = gguf::Parts::of(llama, gguf::F32);
+    let matrices: Vec<_> = std::mem::take(&mut container.tensors).into_iter().filter(|one| one.1.len() == 2).collect();
+    container.keys = vec![("general.type".into(), "imatrix".into()), ("imatrix.chunk_count".into(), 3.into())];
+    let mut list = (matrices.len() as u32).to_le_bytes().to_vec();
+    for (name, extents, ..) in matrices {
+        let sums: Vec<u8> = (0..extents[0]).flat_map(|at| (1.0 + at as f32).to_le_bytes()).collect();
+        list.extend((name.len() as u32).to_le_bytes());
+        list.extend(name.as_bytes());
+        list.extend([3u32, extents[0] as u32].into_iter().flat_map(u32::to_le_bytes));
+        list.extend(&sums);
+        container.tensors.push((format!("{name}.in_sum2"), vec![extents[0], 1], 0, sums));
+        container.tensors.push((format!("{name}.counts"), vec![1, 1], 0, 64.0f32.to_le_bytes().to_vec()));
+    }
+    let target = Target {
+        name: "importance_matrices",
+        corpus: vec![container.bytes(), list],
+        words: &["GGUF", ".in_sum2", ".counts", "blk.0.attn_q.weight", "token_embd.weight", "general.alignment"],
+        inputs: 600,
+        all_right: true,
+    };
+    let (mixture, to) = ("q4_0".parse().unwrap(), folder.path().join("out.gguf"));
+    target.run(|path| {
+        let arena = Arena::with_limit(64 << 20);
+        let done = quantise(&model, mixture, Some(Importance::File(path)), &to, (&cpu, &arena), |_, _| ());
+        done.map(drop).map_err(said)
     });
 }
 

@@ -1,6 +1,6 @@
 //! AVX2 and FMA: vectors of 8 f32.
 
-use super::vector::each;
+use super::vector::{RAISED, each};
 use super::{Levels, Native, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
@@ -125,6 +125,19 @@ impl Simd for Avx2 {
         (scale, least): (__m256, Option<__m256>),
         to: &mut [__m256],
     ) {
+        if let Some(first) = levels.first {
+            // SAFETY: the caller's promise.
+            unsafe { self.load_32_raised(from, to) };
+            let down = self.splat(first - RAISED);
+            for x in to {
+                let level = self.add(*x, down);
+                *x = match least {
+                    Some(least) => self.mul_add(level, scale, least),
+                    None => self.mul(level, scale),
+                };
+            }
+            return;
+        }
         // SAFETY: the caller's promise, and 16 levels. Whole levels are looked up as bytes, sixteen at a time, and widened then.
         unsafe {
             let (bytes, four) = (_mm_loadu_si128(from.cast()), _mm_set1_epi8(15));
@@ -146,6 +159,22 @@ impl Simd for Avx2 {
                     *to = if let Some(least) = least { _mm256_add_ps(x, least) } else { x };
                     part = _mm_srli_si128::<8>(part);
                 }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_32_raised(self, from: *const u8, to: &mut [__m256]) {
+        // SAFETY: the caller's promise. Bits are moved to the mantissa's upper end, below the exponent of 16.
+        unsafe {
+            let (mantissa, exponent) = (_mm256_set1_epi32(0x78_0000), _mm256_castps_si256(_mm256_set1_ps(RAISED)));
+            let (low, high) = to.split_at_mut(2);
+            for (index, (low, high)) in low.iter_mut().zip(high).enumerate() {
+                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.add(8 * index).cast()));
+                let bits = _mm256_and_si256(_mm256_slli_epi32::<19>(bytes), mantissa);
+                *low = _mm256_castsi256_ps(_mm256_or_si256(bits, exponent));
+                let bits = _mm256_and_si256(_mm256_slli_epi32::<15>(bytes), mantissa);
+                *high = _mm256_castsi256_ps(_mm256_or_si256(bits, exponent));
             }
         }
     }

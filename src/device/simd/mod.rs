@@ -35,7 +35,7 @@ use super::probe;
 use std::sync::LazyLock;
 
 pub(crate) use vector::narrow;
-pub use vector::{Element, Levels, Native, Simd, Unit};
+pub use vector::{Element, Levels, Native, RAISED, Simd, Unit};
 
 /// Code to be compiled for each instruction path.
 pub trait SimdOp {

@@ -11,6 +11,8 @@ pub trait RowReader: Copy + Send + Sync {
     const SCALED: bool;
     /// Whether 32 elements are read together at less cost than vector by vector.
     const TOGETHER: bool = false;
+    /// Whether 32 elements read as [`RowReader::load_affine`] does cost less than themselves.
+    const AFFINE: bool = false;
     /// Whether nothing but weights is kept so, because blocks are longer than most heads: no attention is compiled for it.
     const OF_WEIGHTS: bool = false;
 
@@ -37,6 +39,26 @@ pub trait RowReader: Copy + Send + Sync {
                 unsafe { self.load(simd, row, column + vector * S::LANES) }
             },
         )
+    }
+
+    /// Reads 32 elements from `column` on, a multiple of 32, as `factor x + more`: the vectors of `x`, and what is returned, `[factor, more]`. For a
+    /// product with few other numbers, which factor and what is added can wait for.
+    ///
+    /// # Safety
+    /// As [`RowReader::load`], of all these elements.
+    #[inline(always)]
+    unsafe fn load_affine<S: Simd>(
+        self,
+        simd: S,
+        row: *const u8,
+        column: usize,
+        x: &mut [S::Vector],
+    ) -> [S::Vector; 2] {
+        for (index, x) in x.iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            *x = unsafe { self.load(simd, row, column + index * S::LANES) };
+        }
+        [simd.splat(1.0), simd.splat(0.0)]
     }
 
     /// Reads `count` elements from `column` on; the other lanes become zero.

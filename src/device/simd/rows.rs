@@ -209,6 +209,26 @@ pub(super) unsafe fn tile<S: Simd, R: RowReader, const ROWS: usize, const QUERIE
     // SAFETY: the caller's promise.
     unsafe {
         let mut column = columns.start;
+        if R::AFFINE && S::LANES == 8 && QUERIES == 1 {
+            // One query is too little to widen codes for: what they are multiplied with waits for the sum of 32.
+            while column + 4 * S::LANES <= whole {
+                let mut query = [simd.splat(0.0); 4];
+                for (part, to) in query.iter_mut().enumerate() {
+                    *to = simd.load(queries.add(column + part * S::LANES));
+                }
+                let total = simd.add(simd.add(query[0], query[1]), simd.add(query[2], query[3]));
+                for row in 0..ROWS {
+                    let mut keys = [simd.splat(0.0); 4];
+                    let [factor, more] = reader.load_affine(simd, rows[row], column, &mut keys);
+                    let mut sum = simd.mul(query[0], keys[0]);
+                    for part in 1..4 {
+                        sum = simd.mul_add(query[part], keys[part], sum);
+                    }
+                    sums[0][row] = simd.mul_add(factor, sum, simd.mul_add(more, total, sums[0][row]));
+                }
+                column += 4 * S::LANES;
+            }
+        }
         if R::TOGETHER && S::LANES == 8 {
             // There are registers for one row's 32 elements.
             while column + 4 * S::LANES <= whole {
@@ -381,6 +401,9 @@ impl<R: RowReader> Sum<'_, R> {
         let (columns, reader) = (VECTORS * S::LANES, self.reader);
         let (first_byte, end_byte) = (reader.row_bytes(column), reader.row_bytes(column + columns));
         let mut sums = [[simd.splat(0.0); VECTORS]; OUTPUTS];
+        // What is read for one output is multiplied once for a row, not in each vector, and added to in the end.
+        let is_affine = const { R::AFFINE && S::LANES == 8 && OUTPUTS == 1 && VECTORS == 4 };
+        let mut more_of_all = simd.splat(0.0);
         // SAFETY: the caller's promise.
         unsafe {
             let to = self.to.add(column);
@@ -394,6 +417,17 @@ impl<R: RowReader> Sum<'_, R> {
                     self.rows.prefetch(simd, index, first_byte, end_byte - first_byte);
                 }
                 let from = self.rows.row(index);
+                if is_affine {
+                    let mut values = [simd.splat(0.0); VECTORS];
+                    let [factor, more] = reader.load_affine(simd, from, column, &mut values);
+                    let weight = simd.splat(*self.weights.add(index));
+                    let factor = simd.mul(weight, factor);
+                    for (sum, value) in sums[0].iter_mut().zip(values) {
+                        *sum = simd.mul_add(factor, value, *sum);
+                    }
+                    more_of_all = simd.mul_add(weight, more, more_of_all);
+                    continue;
+                }
                 let values: [S::Vector; VECTORS] = match PART {
                     true => [reader.load_part(simd, from, column, part); VECTORS],
                     false => reader.load_many(simd, from, column),
@@ -403,6 +437,11 @@ impl<R: RowReader> Sum<'_, R> {
                     for (sum, value) in sums.iter_mut().zip(values) {
                         *sum = simd.mul_add(weight, value, *sum);
                     }
+                }
+            }
+            if is_affine {
+                for sum in &mut sums[0] {
+                    *sum = simd.add(*sum, more_of_all);
                 }
             }
             for (output, sums) in sums.into_iter().enumerate() {

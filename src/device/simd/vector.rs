@@ -6,6 +6,9 @@ use crate::tensor::{DType, Rows, Strided};
 use bytemuck::Pod;
 use half::{bf16, f16};
 
+/// What a code of four bits is raised by where it is to be the mantissa of a number: from 16 to 32 a step of the fourth bit is 1.
+pub const RAISED: f32 = 16.0;
+
 /// What the codes of four bits stand for.
 #[derive(Debug, Clone, Copy)]
 pub struct Levels {
@@ -13,22 +16,25 @@ pub struct Levels {
     pub values: [f32; 16],
     /// As bytes, where they are whole.
     pub whole: Option<[i8; 16]>,
+    /// The first, where each is one more than the one before it.
+    pub first: Option<f32>,
 }
 
 impl Levels {
     /// Levels that are no whole numbers.
     pub const fn new(values: [f32; 16]) -> Self {
-        Levels { values, whole: None }
+        Levels { values, whole: None, first: None }
     }
 
     /// Levels that are.
     pub const fn whole(whole: [i8; 16]) -> Self {
-        let (mut values, mut code) = ([0.0; 16], 0);
+        let (mut values, mut code, mut is_run) = ([0.0; 16], 0, true);
         while code < 16 {
             values[code] = whole[code] as f32;
+            is_run = is_run && whole[code] as isize == whole[0] as isize + code as isize;
             code += 1;
         }
-        Levels { values, whole: Some(whole) }
+        Levels { values, whole: Some(whole), first: if is_run { Some(values[0]) } else { None } }
     }
 }
 
@@ -94,6 +100,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
             let x = self.mul(scale, x);
             *to = if let Some(least) = least { self.add(x, least) } else { x };
         }
+    }
+    /// Both halves of 16 bytes, plus [`RAISED`]: the low four bits of all bytes, then the high ones, as 32 elements of the vectors `to`.
+    ///
+    /// # Safety
+    /// 16 bytes at `from` are readable.
+    #[inline(always)]
+    unsafe fn load_32_raised(self, from: *const u8, to: &mut [Self::Vector]) {
+        const LEVELS: Levels = Levels::whole([16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31]);
+        // SAFETY: the caller's promise.
+        unsafe { self.load_32_nibbles(from, &LEVELS, (self.splat(1.0), None), to) }
     }
     /// What `values` has for codes of `BITS` bits, 2 or 3, from the code `first` on, a multiple of [`Simd::LANES`]. Eight codes
     /// are in so many bytes, the first in the lowest bits.
