@@ -34,7 +34,7 @@ impl Importance<'_> {
         planned: &[Planned],
         (cpu, arena): (&Cpu, &Arena),
     ) -> Result<MeanSquares, ModelError> {
-        let in_blocks = |own: &str| Some(own.strip_prefix("blk.")?.split_once('.')?.0.parse::<usize>().ok()?);
+        let in_blocks = |own: &str| own.strip_prefix("blk.")?.split_once('.')?.0.parse::<usize>().ok();
         let matrices = planned.iter().filter(|one| one.shape.len() == 2);
         let mut read = match self {
             Importance::Text(text) => {

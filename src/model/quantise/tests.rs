@@ -280,8 +280,11 @@ fn a_file_by_a_text_is_nearer_to_the_model() {
     }
 }
 
+/// A matrix's name, sums and counts.
+type Entry<'a> = (&'a str, Vec<f32>, Vec<f32>);
+
 /// An importance matrix as llama.cpp writes it: a GGUF container of sums and counts.
-fn container(entries: &[(&str, Vec<f32>, Vec<f32>)]) -> Vec<u8> {
+fn container(entries: &[Entry<'_>]) -> Vec<u8> {
     let mut tensors = Vec::new();
     for (name, sums, counts) in entries {
         tensors.push((format!("{name}.in_sum2"), vec![counts.len(), sums.len() / counts.len().max(1)], sums));
@@ -338,7 +341,7 @@ fn a_file_of_mean_squares_is_the_text_that_they_are_of() {
     let calls: Vec<_> = entries.iter().map(|(name, squares)| (*name, times(squares, 4.0), 4)).collect();
     assert_eq!(by_file(&container(&sums)).unwrap(), by_text);
     assert_eq!(by_file(&list(&calls)).unwrap(), by_text);
-    let changed = |to: &dyn Fn(&mut (&str, Vec<f32>, Vec<f32>))| {
+    let changed = |to: &dyn Fn(&mut Entry<'_>)| {
         let mut sums = sums.clone();
         to(sums.iter_mut().find(|(name, ..)| *name == "blk.1.ffn_down.weight").unwrap());
         container(&sums)
