@@ -7,7 +7,7 @@
 //! cache keeps its codes and stays with its group ([`ChannelScales`]).
 
 use super::blocks::{self, Blocks, LEAST, MOST, UNSIGNED, code, codes, nearest_even, put_codes};
-use crate::device::simd::{Levels, Simd};
+use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::ChannelScales;
 use half::f16;
@@ -21,9 +21,6 @@ const GROUP: usize = 32;
 pub struct ByChannel<const BITS: usize> {
     group: usize,
 }
-
-/// Codes of four bits, not as a run: where there is no scale to multiply with, a look-up costs less than an exponent that is taken off again.
-const LOOKED_UP: Levels = Levels { first: None, ..UNSIGNED };
 
 impl<const BITS: usize> Blocks for ByChannel<BITS> {
     const NAME: &'static str = match BITS {
@@ -76,7 +73,7 @@ impl<const BITS: usize> Blocks for ByChannel<BITS> {
         // SAFETY: as above.
         unsafe {
             match BITS {
-                4 => simd.load_32_nibbles(block, &LOOKED_UP, (simd.splat(1.0), None), to),
+                4 => simd.load_32_nibbles(block, &UNSIGNED, (simd.splat(1.0), None), to),
                 _ => {
                     for (index, to) in to.iter_mut().enumerate() {
                         *to = self.vector(simd, block, offset + index * S::LANES);

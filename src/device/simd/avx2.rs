@@ -125,19 +125,6 @@ impl Simd for Avx2 {
         (scale, least): (__m256, Option<__m256>),
         to: &mut [__m256],
     ) {
-        if let Some(first) = levels.first {
-            // SAFETY: the caller's promise.
-            unsafe { self.load_32_raised(from, to) };
-            let down = self.splat(first - RAISED);
-            for x in to {
-                let level = self.add(*x, down);
-                *x = match least {
-                    Some(least) => self.mul_add(level, scale, least),
-                    None => self.mul(level, scale),
-                };
-            }
-            return;
-        }
         // SAFETY: the caller's promise, and 16 levels. Whole levels are looked up as bytes, sixteen at a time, and widened then.
         unsafe {
             let (bytes, four) = (_mm_loadu_si128(from.cast()), _mm_set1_epi8(15));

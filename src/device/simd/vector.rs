@@ -6,7 +6,7 @@ use crate::tensor::{DType, Rows, Strided};
 use bytemuck::Pod;
 use half::{bf16, f16};
 
-/// What a code of four bits is raised by where it is to be the mantissa of a number: from 16 to 32 a step of the fourth bit is 1.
+/// What a code of four bits is raised by to be the mantissa of a number: those from 16 to 32 have whole numbers in its upper four bits.
 pub const RAISED: f32 = 16.0;
 
 /// What the codes of four bits stand for.
@@ -16,25 +16,22 @@ pub struct Levels {
     pub values: [f32; 16],
     /// As bytes, where they are whole.
     pub whole: Option<[i8; 16]>,
-    /// The first, where each is one more than the one before it.
-    pub first: Option<f32>,
 }
 
 impl Levels {
     /// Levels that are no whole numbers.
     pub const fn new(values: [f32; 16]) -> Self {
-        Levels { values, whole: None, first: None }
+        Levels { values, whole: None }
     }
 
     /// Levels that are.
     pub const fn whole(whole: [i8; 16]) -> Self {
-        let (mut values, mut code, mut is_run) = ([0.0; 16], 0, true);
+        let (mut values, mut code) = ([0.0; 16], 0);
         while code < 16 {
             values[code] = whole[code] as f32;
-            is_run = is_run && whole[code] as isize == whole[0] as isize + code as isize;
             code += 1;
         }
-        Levels { values, whole: Some(whole), first: if is_run { Some(values[0]) } else { None } }
+        Levels { values, whole: Some(whole) }
     }
 }
 
