@@ -87,14 +87,15 @@ pub trait Blocks: Copy + Send + Sync {
         }
     }
 
-    /// Where 32 codes of four bits lie from `offset` on, their scale, and what is added to them times that: of formats that say so
-    /// ([`Blocks::AFFINE`]).
+    /// As [`RowReader::load_affine`], from `offset` on. [`raised`] is how codes of four bits are read so.
     ///
     /// # Safety
     /// As [`Blocks::vectors`].
     #[inline(always)]
-    unsafe fn affine<S: Simd>(self, _simd: S, _block: *const u8, _offset: usize) -> (*const u8, [S::Vector; 2]) {
-        unreachable!("{} is not read so", <Self as Blocks>::NAME)
+    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize, x: &mut [S::Vector]) -> [S::Vector; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { self.vectors(simd, block, offset, x) };
+        [simd.splat(1.0), simd.splat(0.0)]
     }
 
     /// Writes a block.
@@ -158,9 +159,7 @@ impl<B: Blocks> RowReader for B {
         // SAFETY: the caller's promise.
         unsafe {
             let (block, offset) = (row.add((column >> shift) * self.bytes()), column & (self.elements() - 1));
-            let (codes, [scale, least]) = self.affine(simd, block, offset);
-            simd.load_32_raised(codes, x);
-            [scale, simd.mul_add(scale, simd.splat(-RAISED), least)]
+            self.affine(simd, block, offset, x)
         }
     }
 
@@ -248,6 +247,22 @@ impl<B: Blocks> RowCodec for B {
             read(self, from, first, to);
         }
     }
+}
+
+/// `scale code + least` of 32 codes of four bits, as [`RowReader::load_affine`] reads them.
+///
+/// # Safety
+/// As [`Simd::load_32_raised`].
+#[inline(always)]
+pub unsafe fn raised<S: Simd>(
+    simd: S,
+    codes: *const u8,
+    (scale, least): (S::Vector, S::Vector),
+    x: &mut [S::Vector],
+) -> [S::Vector; 2] {
+    // SAFETY: the caller's promise.
+    unsafe { simd.load_32_raised(codes, x) };
+    [scale, simd.mul_add(scale, simd.splat(-RAISED), least)]
 }
 
 /// Reads elements from `first` on as they are kept.

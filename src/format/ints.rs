@@ -9,7 +9,7 @@
 //! more than f16 holds times the largest code, make their group so.
 
 use super::blocks::{
-    self, Blocks, SIGNED, UNSIGNED, byte, code, codes, half_at, largest, nearest_even, put_codes, put_half,
+    self, Blocks, SIGNED, UNSIGNED, byte, code, codes, half_at, largest, nearest_even, put_codes, put_half, raised,
 };
 use crate::device::simd::Simd;
 use crate::named::{Named, NamedError, Parameter};
@@ -141,7 +141,7 @@ impl<const BITS: usize> Blocks for Ints<BITS> {
     }
 
     #[inline(always)]
-    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> (*const u8, [S::Vector; 2]) {
+    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize, x: &mut [S::Vector]) -> [S::Vector; 2] {
         // SAFETY: as above.
         unsafe {
             let scale = simd.splat_f16(block.add(self.codes()).cast());
@@ -149,7 +149,7 @@ impl<const BITS: usize> Blocks for Ints<BITS> {
                 true => simd.splat_f16(block.add(self.codes() + 2).cast()),
                 false => simd.mul(scale, simd.splat(-Self::MIDDLE)),
             };
-            (block.add(offset / 2), [scale, least])
+            raised(simd, block.add(offset / 2), (scale, least), x)
         }
     }
 

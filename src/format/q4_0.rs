@@ -5,7 +5,7 @@
 //! scale, or by a whole one where it equals the largest with the other sign. What is kept is, bit by bit, what ggml keeps. 18 bytes for 32
 //! elements: 4.5 bits.
 
-use super::blocks::{Blocks, SIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{Blocks, SIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles, raised};
 use super::fit::{put_not_finite, signed, symmetric};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
@@ -42,11 +42,12 @@ impl Blocks for Q4_0 {
     }
 
     #[inline(always)]
-    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> (*const u8, [S::Vector; 2]) {
+    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize, x: &mut [S::Vector]) -> [S::Vector; 2] {
         // SAFETY: as above.
-        let d = unsafe { simd.splat_f16(block.cast()) };
-        // SAFETY: as above.
-        (unsafe { block.add(2 + offset / 2) }, [d, simd.mul(d, simd.splat(-8.0))])
+        unsafe {
+            let d = simd.splat_f16(block.cast());
+            raised(simd, block.add(2 + offset / 2), (d, simd.mul(d, simd.splat(-8.0))), x)
+        }
     }
 
     fn codes(self) -> Option<Codes> {

@@ -2,7 +2,7 @@
 //!
 //! `m = min x` and `d = (max - min) / 15`, as in `q5_1` with a bit less. 20 bytes for 32 elements: 5 bits.
 
-use super::blocks::{Blocks, UNSIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles};
+use super::blocks::{Blocks, UNSIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles, raised};
 use super::fit::{finely, put_not_finite, with_minimum};
 use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
@@ -45,11 +45,11 @@ impl Blocks for Q4_1 {
     }
 
     #[inline(always)]
-    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize) -> (*const u8, [S::Vector; 2]) {
+    unsafe fn affine<S: Simd>(self, simd: S, block: *const u8, offset: usize, x: &mut [S::Vector]) -> [S::Vector; 2] {
         // SAFETY: as above.
         unsafe {
             let (d, m) = (simd.splat_f16(block.cast()), simd.splat_f16(block.add(2).cast()));
-            (block.add(4 + offset / 2), [d, m])
+            raised(simd, block.add(4 + offset / 2), (d, m), x)
         }
     }
 
