@@ -9,7 +9,7 @@ use super::weights::Weights;
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
 use crate::device::gemm::{Matrix, product};
-use crate::device::simd::dense::{PANEL, PART_ROWS, Part, SCRATCH};
+use crate::device::simd::dense::{PANEL, Part, SCRATCH};
 use crate::device::simd::linear::Stripes;
 use crate::tensor::Rows;
 use rayon::prelude::*;
@@ -52,8 +52,10 @@ impl Product<'_> {
         assert_eq!(y.len(), rows * y_stride, "the extents of a product");
         // Some parts for each thread, but none of less rows than are worth packing the weights for.
         let panels = columns.div_ceil(PANEL);
-        let parts = (2 * cpu.threads()).div_ceil(panels).min(rows / LEAST_ROWS).max(rows.div_ceil(PART_ROWS));
-        let share = rows.div_ceil(parts.max(1));
+        let parts = (4 * cpu.threads()).div_ceil(panels).min(rows / LEAST_ROWS).max(1);
+        let share = rows.div_ceil(parts);
+        // Rounded up, the shares of fewer parts may be all rows.
+        let parts = rows.div_ceil(share.max(1));
         let (y, slots) = (Stripes::new(y, y_stride, rows, y_stride), Slots::new(scratch, cpu.threads()));
         let part = |index: usize| {
             let (row, column) = (index / panels * share, index % panels * PANEL);

@@ -1,30 +1,36 @@
 //! Products of many rows with a matrix of weights, plain or coded, `y = x wᵀ`, or with its transpose, `y = x w`: the forward and the
 //! backward pass of a layer.
 //!
-//! A [`Part`] is some rows and at most [`PANEL`] columns of `y`. It packs what it needs of `w`, and of `x`, some terms
-//! at a time into the layouts of [`super::product`]; where `w` is bf16, or coded and to be rounded, and the processor multiplies pairs of bf16, `x` is rounded
-//! to bf16 there. Every element of `y` is one sum in one order, which depends neither on the other rows of a part nor on
-//! who computes it.
+//! A [`Part`] is some rows and at most [`PANEL`] columns of `y`. It packs what it needs of `w`, [`SPAN`] units of the inner extent at
+//! a time, into the layout of [`super::product`], and takes all its rows of `x` with that, [`BLOCK`] of them together; where `w` is bf16, or
+//! coded and to be rounded, and the processor multiplies pairs of bf16, `x` is rounded to bf16 there. Every element of `y` is one sum in one
+//! order, which depends neither on the other rows of a part nor on who computes it.
 
 use super::linear::Stripes;
-use super::pack::{Packed, stacked, transposed, units_along};
+use super::pack::{Packed, odd_lines, stacked, transposed, units_along};
 use super::product::{Extents, Left, ROWS, Right, product};
 use super::{Native, Simd, SimdBf16Op};
 use crate::tensor::Rows;
 
 /// Most columns of `y` in a part.
 pub const PANEL: usize = 192;
-/// Most rows of `x` in a part: whole register tiles, whose sums stay in the second-level cache beside what is packed.
-pub const PART_ROWS: usize = 43 * ROWS;
-/// Units of a sum for which operands are packed at a time: 64 columns of them fit into the first-level cache.
+/// Rows of `x` that are multiplied at a time: whole register tiles, and whole tiles of a matrix unit, three by three.
+const BLOCK: usize = 16 * ROWS;
+/// Units of a sum for which `w` is packed at a time; the sums of longer ones are added up in `y`.
+const SPAN: usize = 768;
+/// Units that are multiplied at a time, but for a matrix unit: 64 columns of them fit into the first-level cache.
 const STEPS: usize = 96;
+/// The distance of packed steps.
+const STEP_STRIDE: usize = odd_lines(PANEL);
+/// The distance of rows of units.
+const ROW_STRIDE: usize = odd_lines(SPAN);
 
 /// Scratch elements of a [`Part`].
-pub const SCRATCH: usize = PANEL * STEPS + PART_ROWS * (STEPS + PANEL);
+pub const SCRATCH: usize = SPAN * STEP_STRIDE + BLOCK * (ROW_STRIDE + PANEL);
 
 /// Some rows and columns of `y`.
 pub struct Part<'a> {
-    /// Rows of `x`, at most [`PART_ROWS`].
+    /// Rows of `x`.
     pub x: &'a [f32],
     /// Elements of each, and from one to the next.
     pub depth: usize,
@@ -66,42 +72,56 @@ impl Part<'_> {
         let Part { x, depth, stride, w, transposed: is_transposed, .. } = self;
         let rows = x.len().div_ceil(stride);
         let (columns, terms) = if is_transposed { (w.width(), w.count()) } else { (w.count(), w.width()) };
-        assert!(columns <= PANEL && rows <= PART_ROWS, "a part of {rows} rows and {columns} columns");
+        assert!(columns <= PANEL, "a part of {columns} columns");
         assert!(terms == depth && x.len() >= (rows - 1) * stride + depth, "inner extents of a product differ");
-        let padded = rows.next_multiple_of(ROWS);
-        let (packed, scratch) = self.scratch.split_at_mut(PANEL * STEPS);
-        let (units, sums) = scratch.split_at_mut(PART_ROWS * STEPS);
+        let (packed, scratch) = self.scratch.split_at_mut(SPAN * STEP_STRIDE);
+        let (units, sums) = scratch.split_at_mut(BLOCK * ROW_STRIDE);
         let (packed, units): (&mut [U], &mut [U]) = (bytemuck::cast_slice_mut(packed), bytemuck::cast_slice_mut(units));
         let whole = columns.next_multiple_of(16);
-        for start in (0..depth).step_by(STEPS * U::DEPTH) {
-            let width = (STEPS * U::DEPTH).min(depth - start);
-            if is_transposed {
-                stacked::<S, U>(simd, |row| w.skip(start + row), width, packed, PANEL);
-            } else {
-                let w = w.columns(start..start + width);
-                transposed::<S, U>(simd, |row| w.skip(row), columns, width, whole, packed, PANEL);
-            }
-            for (from, to) in x.chunks(stride).zip(units.chunks_exact_mut(STEPS)) {
-                units_along::<S, U>(simd, &from[start..start + width], to);
-            }
-            let extents = Extents { rows: padded, columns: whole, steps: width.div_ceil(U::DEPTH) };
-            let left = Left { units: &*units, row_stride: STEPS, step_stride: 1 };
-            let right = Right { units: &*packed, stride: PANEL };
-            match start {
-                0 => product::<S, U, false>(simd, extents, left, right, sums, PANEL),
-                _ => product::<S, U, true>(simd, extents, left, right, sums, PANEL),
-            }
-        }
+        // Tiles are summed in the same order, whatever is taken at a time, and hold their sums all along.
+        let at_once = if U::has_tiles(simd) { SPAN } else { STEPS };
         let [row, column] = self.first;
-        for (index, sums) in sums.chunks_exact(PANEL).take(rows).enumerate() {
-            // SAFETY: this part of `y` is this task's alone, by the promise of `Part::first`.
-            let to = unsafe { self.y.row(row + index, column..column + columns) };
-            match self.add {
-                true => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum),
-                false => to.copy_from_slice(&sums[..columns]),
+        for start in (0..depth).step_by(SPAN * U::DEPTH) {
+            let span = start..depth.min(start + SPAN * U::DEPTH);
+            let steps = span.len().div_ceil(U::DEPTH);
+            let pieces = (0..steps).step_by(STEPS).map(|step| step..steps.min(step + STEPS));
+            for piece in pieces {
+                let terms = start + piece.start * U::DEPTH..span.end.min(start + piece.end * U::DEPTH);
+                let to = &mut packed[piece.start * STEP_STRIDE..piece.end * STEP_STRIDE];
+                if is_transposed {
+                    stacked::<S, U>(simd, |row| w.skip(terms.start + row), terms.len(), to, STEP_STRIDE);
+                } else {
+                    let w = w.columns(terms.clone());
+                    transposed::<S, U>(simd, |row| w.skip(row), columns, terms.len(), whole, to, STEP_STRIDE);
+                }
             }
-            if let Some(bias) = self.bias {
-                to.iter_mut().zip(bias).for_each(|(to, bias)| *to += bias);
+            for block in (0..rows).step_by(BLOCK) {
+                let count = BLOCK.min(rows - block);
+                let from = x[block * stride..].chunks(stride);
+                for (from, to) in from.zip(units.chunks_exact_mut(ROW_STRIDE)).take(count) {
+                    units_along::<S, U>(simd, &from[span.clone()], to);
+                }
+                for step in (0..steps).step_by(at_once) {
+                    let rows = count.next_multiple_of(ROWS);
+                    let extents = Extents { rows, columns: whole, steps: at_once.min(steps - step) };
+                    let left = Left { units: &units[step..], row_stride: ROW_STRIDE, step_stride: 1 };
+                    let right = Right { units: &packed[step * STEP_STRIDE..], stride: STEP_STRIDE };
+                    match step {
+                        0 => product::<S, U, false>(simd, extents, left, right, sums, PANEL),
+                        _ => product::<S, U, true>(simd, extents, left, right, sums, PANEL),
+                    }
+                }
+                for (index, sums) in sums.chunks_exact(PANEL).take(count).enumerate() {
+                    // SAFETY: this part of `y` is this task's alone, by the promise of `Part::first`.
+                    let to = unsafe { self.y.row(row + block + index, column..column + columns) };
+                    match self.add || start > 0 {
+                        true => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum),
+                        false => to.copy_from_slice(&sums[..columns]),
+                    }
+                    if let (0, Some(bias)) = (start, self.bias) {
+                        to.iter_mut().zip(bias).for_each(|(to, bias)| *to += bias);
+                    }
+                }
             }
         }
     }
@@ -118,7 +138,14 @@ mod tests {
     #[test]
     fn products_equal_sums_of_products() {
         let number = |index: usize, modulus: usize| (index * 7 % modulus) as f32 - 2.0;
-        for (rows, depth, columns) in [(1, 1, 1), (7, 40, 24), (6, 300, 128), (258, 33, 17), (13, 513, 100)] {
+        for (rows, depth, columns) in [
+            (1, 1, 1),
+            (7, 40, 24),
+            (6, 300, 128),
+            (258, 33, 17),
+            (13, 2 * SPAN + 33, 100),
+            (BLOCK + 17, 2 * SPAN + 33, 17),
+        ] {
             // Rows that lie apart, but for what the last one does not need.
             let stride = depth + 3;
             let x: Vec<f32> = (0..rows * stride - 3).map(|index| number(index, 5)).collect();
