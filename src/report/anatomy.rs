@@ -26,7 +26,7 @@ fn heat(model: &str, anatomy: &Anatomy, retrieval: &Retrieval) -> Heat {
         id: "anatomy".into(),
         title: format!("Where the heads of {model} look"),
         subtitle: format!(
-            "a row for each layer, a field for each query head; {} tokens of text, {} copied tokens of needles",
+            "a row for each layer, a field for each query head; {} tokens of text, {} tokens of needles to copy",
             anatomy.tokens, retrieval.steps
         ),
         caption: String::new(),

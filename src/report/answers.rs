@@ -63,8 +63,8 @@ const OF_TEXTS: [&str; 3] = ["perplexity", "99%", "top-1"];
 
 /// The columns of a task's table. A text has no score, so that there is room for how its tokens fare.
 fn columns(records: &[&Record]) -> Vec<Column> {
-    let scored = records.iter().filter_map(|record| answers(record)).any(|answers| answers.accuracy.is_some());
-    let without: &[&str] = if scored { &OF_TEXTS } else { &OF_SCORES };
+    let of_texts = records.iter().all(|record| record.cell.text.is_some());
+    let without: &[&str] = if of_texts { &OF_SCORES } else { &OF_TEXTS };
     let sparse = |answers: &Answers| {
         answers.kv_bytes_read > 0 && (answers.kv_bytes_read as f64) < SPARSE * answers.kv_bytes_live as f64
     };

@@ -93,9 +93,6 @@ pub fn ranked<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Ranked<'a>>> {
 /// The least p-value that so many comparisons of these samples can have, and with how many samples they could tell something, where these
 /// are too few to tell anything, however far policies are from one another.
 fn too_few(ranked: &[Ranked], comparisons: usize) -> Option<(f64, usize)> {
-    if ranked[0].pool.is_scored() {
-        return None;
-    }
     let samples = ranked[0].pool.merits().iter().map(Vec::len).sum::<usize>();
     let least = least_p(samples)? * comparisons as f64;
     (least >= SURE).then(|| {

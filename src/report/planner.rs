@@ -205,7 +205,9 @@ fn room(scenario: &Scenario<'_>) -> Chart {
         ("pages of 512 tokens", Allocation::Paged(512)),
         ("2048 tokens reserved", Allocation::Reserved(Some(ROOM.0))),
     ];
-    let contexts: Vec<u64> = (ROOM.1 as u64..=ROOM.0).step_by(ROOM.1).collect();
+    // With the first token of the next page beside the last of each: steps are no slopes.
+    let edges = (ROOM.1 as u64..=ROOM.0).step_by(ROOM.1).flat_map(|context| [context, context + 1]);
+    let contexts: Vec<u64> = edges.filter(|context| *context <= ROOM.0).collect();
     let series = kinds.into_iter().enumerate().map(|(place, (name, allocation))| {
         let changed = Scenario { allocation, batch: 1, eviction: None, ..scenario.clone() };
         let taken = |context| {
