@@ -90,7 +90,11 @@ impl Policy {
         let Some(scorer) = self.scorer.as_ref().filter(|_| budget_tokens < context_tokens) else { return Vec::new() };
         let window = scorer.protect(budget_tokens).window;
         let inert = self.layers.inert(budget_tokens, context_tokens, window, layers);
-        self.only_protected(budget_tokens, kept).into_iter().chain(inert).chain(self.heads.inert(kv_heads)).collect()
+        self.only_protected(budget_tokens, kept)
+            .into_iter()
+            .chain(inert)
+            .chain(self.heads.inert(budget_tokens, kv_heads))
+            .collect()
     }
 
     /// A warning where a budget keeps nothing but tokens that the policy never evicts, so that its scores have no say.
@@ -175,9 +179,22 @@ mod tests {
             [("snapkv+ada", 1, 2), ("snapkv+duo:heads=0.25", 3, 4), ("snapkv+duo:heads=1", 0, 1)]
         {
             let told =
-                |kv_heads| Registry::default().policy(text).unwrap().warnings(100, 1000, 0, (4, kv_heads)).concat();
+                |kv_heads| Registry::default().policy(text).unwrap().warnings(400, 1000, 0, (4, kv_heads)).concat();
             assert!(told(divides).is_empty(), "{text}: {}", told(divides));
             assert!(inert == 0 || told(inert).contains("is inert"), "{text}: {}", told(inert));
+        }
+        // What lists that look near keep is more than everyone's share, or there is no more than that.
+        for (text, budget, context, why) in [
+            ("duoattention", 384, 1000, "a streaming head keeps up to 384"),
+            ("duoattention", 385, 1000, ""),
+            ("duoattention:sink=4,recent=16", 150, 1000, ""),
+            ("simlayerkv", 1027, 4096, "a lazy layer keeps up to 1027"),
+            ("simlayerkv", 1028, 4096, ""),
+            ("simlayerkv", 500, 1029, "at most 1029 tokens"),
+            ("simlayerkv:threshold=1", 2000, 4096, "threshold of 1"),
+        ] {
+            let told = Registry::default().policy(text).unwrap().warnings(budget, context, 0, (4, 2)).concat();
+            assert!(told.contains(why) && told.is_empty() == why.is_empty(), "{text} {budget} {context}: {told}");
         }
     }
 

@@ -14,12 +14,14 @@ pub struct Scored {
     pub protect: Protect,
     /// Lists whose order is no scorer's any more: a budget allocation has settled it.
     pub settled: BTreeSet<usize>,
+    /// Slots of each list that [`Scored::lower`] has put below all others.
+    lowered: Vec<Vec<u32>>,
 }
 
 impl Scored {
     /// Scores with the protected tokens above `highest_scored` already.
     pub fn new(values: Buffer<f32>, highest_scored: f32, protect: Protect) -> Self {
-        Scored { values, highest_scored, protect, settled: BTreeSet::new() }
+        Scored { values, highest_scored, protect, settled: BTreeSet::new(), lowered: Vec::new() }
     }
 
     /// Puts the protected tokens of a context above all others of `values`, `[B, Hkv, kv_len]`.
@@ -33,14 +35,20 @@ impl Scored {
 
     /// Puts slots of lists below all scores of all lists, so that they take nothing of a budget, however it is divided.
     pub fn lower(&mut self, context: &Context<'_>, slots: &[Vec<u32>]) {
-        if slots.iter().all(Vec::is_empty) {
+        self.lowered = slots.to_vec();
+        self.lower_again(context);
+    }
+
+    /// The same of what was lowered before: budget allocations and refined scorers give lists new scores.
+    pub(super) fn lower_again(&mut self, context: &Context<'_>) {
+        if self.lowered.iter().all(Vec::is_empty) {
             return;
         }
         let kv_len = context.call.shape.kv_len;
         let all = (0..context.lists()).flat_map(|list| &self.values[list * kv_len..][..context.len(list)]);
         let lowest = all.copied().fold(f32::INFINITY, f32::min);
         let below = lowest - lowest.abs().max(1.0);
-        for (slots, scores) in slots.iter().zip(self.values.chunks_mut(kv_len)) {
+        for (slots, scores) in self.lowered.iter().zip(self.values.chunks_mut(kv_len)) {
             slots.iter().for_each(|&slot| scores[slot as usize] = below);
         }
     }

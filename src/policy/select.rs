@@ -55,6 +55,7 @@ pub fn select(policy: &Policy, context: &Context<'_>, scored: &mut Scored) -> Re
     if let Some(scorer) = &policy.scorer {
         scorer.refine(context, scored, &counts, &mut ranks)?;
     }
+    scored.lower_again(context);
     let mut best_lost = vec![f32::NEG_INFINITY; lists];
     context.call.cpu.install(|| {
         let lists = slots.par_chunks_mut(kv_len).zip(ranks.par_chunks_mut(kv_len)).zip(&mut best_lost);

@@ -52,6 +52,15 @@ fn answers_are_those_of_the_prompt_with_a_full_and_an_evicted_cache() {
     };
     let [agnostic, aware, kept] = ["agnostic", "aware", "aware-kept"].map(read);
     assert!(agnostic < aware && aware == kept && aware < whole["context_tokens"].as_u64().unwrap());
+    // What is kept counts on top of the budget, also of lists that a budget allocation or a second look gives other scores.
+    let held = |policy: &str| {
+        let report =
+            report(&[&asked[..], &["--policy", policy, "--budget", "24", "--protocol", "aware-kept"]].concat());
+        report["evicted"]["held_tokens_per_head"].as_f64().unwrap()
+    };
+    for policy in ["snapkv:window=8+duo:sink=2,recent=20,heads=0.5", "knorm", "knorm+critical"] {
+        assert_eq!(held(policy), held("snapkv:window=8"), "{policy}");
+    }
 }
 
 #[test]

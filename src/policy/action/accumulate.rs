@@ -83,7 +83,8 @@ impl Action for Accumulate {
     fn weigh(&self, layer: usize, hidden: &[f32], weights: &mut [f32]) {
         if let Some(network) = &self.weights {
             network.gates(layer, hidden, weights);
-            weights.iter_mut().for_each(|weight| *weight = 1.0 / (1.0 + (-*weight).exp()));
+            // Above 0, as training has them: their sum divides.
+            weights.iter_mut().for_each(|weight| *weight = (1.0 / (1.0 + (-*weight).exp())).max(f32::MIN_POSITIVE));
         }
     }
 

@@ -23,7 +23,7 @@ pub struct Ada {
 }
 
 impl OverHeads for Ada {
-    fn inert(&self, kv_heads: usize) -> Option<String> {
+    fn inert(&self, _budget_tokens: usize, kv_heads: usize) -> Option<String> {
         (kv_heads == 1).then(|| "ada is inert: a layer has one KV head, and none to share with".into())
     }
 

@@ -130,12 +130,19 @@ impl OverHeads for Duo {
         true
     }
 
-    fn inert(&self, kv_heads: usize) -> Option<String> {
+    fn inert(&self, budget_tokens: usize, kv_heads: usize) -> Option<String> {
         let is_asked = self.streaming.is_none() && self.heads > 0.0;
-        (is_asked && self.of_a_layer(kv_heads) == 0).then(|| {
-            format!(
+        if is_asked && self.of_a_layer(kv_heads) == 0 {
+            return Some(format!(
                 "duo is inert: {} of {kv_heads} KV heads, rounded down, are no streaming heads in any layer",
                 self.heads
+            ));
+        }
+        let near = self.near.sink.saturating_add(self.near.recent);
+        (self.heads > 0.0 && near >= budget_tokens).then(|| {
+            format!(
+                "duo is inert, all heads have the same: a streaming head keeps up to {near} first and recent tokens, and the budget is \
+                 {budget_tokens} a head"
             )
         })
     }

@@ -75,8 +75,8 @@ pub trait OverHeads: Send + Sync {
         true
     }
 
-    /// Why it gives all of `kv_heads` heads the same, though it is there to divide.
-    fn inert(&self, _kv_heads: usize) -> Option<String> {
+    /// Why it gives all of `kv_heads` heads the same, though it is there to divide, under a budget of `budget_tokens` in each on average.
+    fn inert(&self, _budget_tokens: usize, _kv_heads: usize) -> Option<String> {
         None
     }
 

@@ -62,6 +62,21 @@ impl OverLayers for SimLayer {
         vec![Statistic::RecentAttention]
     }
 
+    fn inert(&self, budget_tokens: usize, context_tokens: usize, _window: usize, _layers: usize) -> Option<String> {
+        let Near { sink, recent } = self.near;
+        let (kept, least) = (sink + recent - self.last, sink + recent + self.last);
+        let why = if self.threshold >= 1.0 {
+            "with a threshold of 1 no layer is lazy".into()
+        } else if context_tokens <= least {
+            format!("of a context of at most {least} tokens no layer is lazy")
+        } else if budget_tokens <= kept {
+            format!("a lazy layer keeps up to {kept} first and recent tokens, and the budget is {budget_tokens} a head")
+        } else {
+            return None;
+        };
+        Some(format!("simlayer is inert, all layers have the same: {why}"))
+    }
+
     fn totals(&self, context: &Context<'_>, scored: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
         let heads = context.call.shape.kv_heads;
         let mut totals = vec![0; context.call.shape.batch];
