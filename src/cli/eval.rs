@@ -141,7 +141,7 @@ pub struct Args {
     #[arg(long)]
     resume: bool,
     /// List the cells with the time that each will take, and run nothing else than the samples that tell it
-    #[arg(long, conflicts_with = "resume")]
+    #[arg(long, conflicts_with_all = ["resume", "json"])]
     dry_run: bool,
     #[command(flatten)]
     compute: Compute,
@@ -268,6 +268,10 @@ impl Args {
             [] => default.budgets.iter().map(|budget| budget.to_string()).collect(),
             given => given.to_vec(),
         };
+        if let (Some(after), None) = (&self.evict_after, &self.text) {
+            let reason = "is for the pieces of a text; give --text FILE, or --context for tasks";
+            return Err(Failure::usage(format!("--evict-after {after} {reason}")));
+        }
         let contexts = match (&self.evict_after, &self.context[..]) {
             (Some(after), _) => vec![after.clone()],
             (None, []) => vec!["1k".into()],

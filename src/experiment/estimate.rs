@@ -120,6 +120,10 @@ pub fn table<'e>(
                 oom += 1;
                 (units::bytes(bytes), "oom".into())
             }
+            _ if prepared.budget_holds_context() => {
+                skipped += 1;
+                ("–".into(), "skipped".into())
+            }
             (_, None) => (units::bytes(bytes), "–".into()),
             (_, Some(rates)) => {
                 let seconds = rates.seconds(prepared, timing, bytes);

@@ -13,7 +13,7 @@ use crate::tensor::DType;
 use crate::tensor::file::TensorFile;
 use crate::tensor::file::read_as;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Names of an adapter's files, which are those of `peft`.
@@ -82,6 +82,8 @@ pub(super) struct Adapter {
     scale: f32,
     rank: usize,
     modules: Modules,
+    /// Modules whose matrices were asked for.
+    merged: BTreeSet<String>,
 }
 
 impl Adapter {
@@ -128,6 +130,17 @@ impl Adapter {
                 return Err(wrong(format!("{key} is {value}; adapters with it are not read")));
             }
         }
+        // Others begin from a base that they change, and are of that one.
+        const OF_THE_BASE: [&str; 3] = ["gaussian", "eva", "orthogonal"];
+        match map.get("init_lora_weights") {
+            None | Some(Value::Null | Value::Bool(_)) => {}
+            Some(Value::String(name)) if OF_THE_BASE.contains(&&**name) => {}
+            Some(other) => {
+                return Err(wrong(format!(
+                    "init_lora_weights is {other}, which changes the base; save the adapter as one of the unchanged base"
+                )));
+            }
+        }
         let rank = map.get("r").and_then(Value::as_u64).filter(|rank| *rank > 0);
         let rank = rank.ok_or_else(|| wrong("its r is no rank; it must be a whole number above 0".into()))? as usize;
         let alpha = map.get("lora_alpha").and_then(Value::as_f64);
@@ -142,18 +155,18 @@ impl Adapter {
             return Err(wrong(format!("lora_alpha is {alpha}; it must be a number of f32")));
         }
         let modules = modules(folder, rank)?;
-        Ok(Some(Adapter { path: folder.join(WEIGHTS), scale, rank, modules }))
+        Ok(Some(Adapter { path: folder.join(WEIGHTS), scale, rank, modules, merged: BTreeSet::new() }))
     }
 
-    /// `W + s B A` in the arena, if a tensor of this name has an adapter.
+    /// `W + s B A` in the arena, if a tensor of this name has an adapter; as often as it is asked for.
     ///
     /// # Errors
     /// When the extents of the adapter are another matrix's, or the arena has no room.
     pub fn merge(&mut self, name: &str, matrix: &Matrix, arena: &Arena) -> Result<Option<Matrix>, ModelError> {
         let module = name.strip_suffix(".weight").unwrap_or(name);
-        let Some([(a, of_a), (b, of_b)]) = self.modules.remove(module) else { return Ok(None) };
+        let Some([(a, of_a), (b, of_b)]) = self.modules.get(module) else { return Ok(None) };
         let (expected_a, expected_b) = ([self.rank, matrix.width()], [matrix.rows(), self.rank]);
-        if of_a != expected_a || of_b != expected_b {
+        if *of_a != expected_a || *of_b != expected_b {
             let reason = format!(
                 "the adapter of '{module}' is {of_a:?} and {of_b:?}; {expected_a:?} and {expected_b:?} are needed"
             );
@@ -163,10 +176,12 @@ impl Adapter {
             let count = rows.len() / matrix.width();
             let b: Vec<f32> = b[first * self.rank..][..count * self.rank].iter().map(|b| self.scale * b).collect();
             let (left, right) =
-                (gemm::Matrix::new(&b, count, self.rank), gemm::Matrix::new(&a, self.rank, matrix.width()));
+                (gemm::Matrix::new(&b, count, self.rank), gemm::Matrix::new(a, self.rank, matrix.width()));
             product(rows, matrix.width(), left, right, true, 1);
         };
-        Ok(Some(matrix.changed(RowFormat::plain(DType::F32), arena, add)?))
+        let changed = matrix.changed(RowFormat::plain(DType::F32), arena, add)?;
+        self.merged.insert(module.into());
+        Ok(Some(changed))
     }
 
     /// Refuses adapters of matrices that the model does not have.
@@ -174,7 +189,7 @@ impl Adapter {
     /// # Errors
     /// The first of them.
     pub fn finish(&self) -> Result<(), ModelError> {
-        match self.modules.keys().next() {
+        match self.modules.keys().find(|module| !self.merged.contains(*module)) {
             Some(module) => {
                 let reason = format!("its adapter of '{module}' is of no matrix that the base has");
                 Err(ModelError::Weights { path: self.path.clone(), reason })
@@ -229,4 +244,31 @@ fn modules(folder: &Path, rank: usize) -> Result<Modules, ModelError> {
         _ => Err(wrong(format!("of the adapter of '{module}' only one matrix is there; lora_A and lora_B are needed"))),
     });
     whole.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::weights::Found;
+    use super::*;
+    use crate::model::Config;
+
+    /// AWQ and smoothing look at matrices twice.
+    #[test]
+    fn a_matrix_is_merged_as_often_as_it_is_asked_for() {
+        let (folder, arena) = (Path::new("tests/fixtures/adapter"), Arena::unlimited());
+        let config = Config::read(folder).unwrap();
+        let read = |found: &mut Found<'_>| {
+            let (mut all, shape) = (Vec::new(), [config.q_width(), config.hidden]);
+            let matrix = found.tensor("model.layers.0.self_attn.q_proj.weight", &shape).unwrap();
+            all.resize(shape[0] * shape[1], 0.0);
+            matrix.widen(0, &mut all);
+            all
+        };
+        let mut found = Found::open(folder, &config, &arena).unwrap();
+        let (first, second) = (read(&mut found), read(&mut found));
+        assert!(first == second && first != read(&mut Found::open(&base(folder).unwrap(), &config, &arena).unwrap()));
+        // Of all the others none was asked for.
+        let error = found.finish().unwrap_err().to_string();
+        assert!(error.contains("is of no matrix that the base has") && !error.contains("layers.0.self_attn.q_proj"));
+    }
 }

@@ -19,7 +19,7 @@ use super::run::{Options, TrainError};
 use super::text::HELD_OUT;
 use super::vocabulary::Vocabulary;
 use super::weights::Frozen;
-use super::{Network, Parameters};
+use super::{Batch, Network, Parameters};
 use crate::device::Cpu;
 use crate::memory::Arena;
 use crate::model::{Config, fingerprint, locate};
@@ -178,6 +178,14 @@ fn misfit(reason: String) -> TrainError {
     TrainError::Misfit { name: "duo".into(), reason }
 }
 
+/// Refuses sequences in which no token is judged.
+fn has_targets(batch: &Batch, length: usize) -> Result<(), TrainError> {
+    match batch.targets.is_empty() {
+        true => Err(misfit(format!("{length} tokens have no room for a needle and its question; give more"))),
+        false => Ok(()),
+    }
+}
+
 impl Duo<'_> {
     /// Distance on held-out sequences with the first half of `order` reading only what is near.
     fn judge(&mut self, order: &[usize], alpha: &[f32]) -> Result<f64, TrainError> {
@@ -188,6 +196,7 @@ impl Duo<'_> {
         let mut sum = 0.0;
         for index in 0..batches {
             let read = self.data.batch(self.cpu, HELD_OUT + (index * batch) as u64, [batch, length])?;
+            has_targets(&read, length)?;
             sum += self.network.identify(self.weights.all(), &read, None)?;
         }
         self.network.head_gates().alpha.copy_from_slice(alpha);
@@ -203,9 +212,7 @@ impl Method for Duo<'_> {
     fn step(&mut self, progress: &Progress) -> Result<Step, TrainError> {
         let Settings { batch: sequences, length, pressure, .. } = *self.settings;
         let batch = self.data.batch(self.cpu, progress.sequences, [sequences, length])?;
-        if batch.targets.is_empty() {
-            return Err(misfit(format!("{length} tokens have no room for a needle and its question; give more")));
-        }
+        has_targets(&batch, length)?;
         self.network.head_gates().gradient.fill(0.0);
         let loss = self.network.identify(self.weights.all(), &batch, Some(pressure))?;
         let rate = self.settings.rate(progress.step);

@@ -264,7 +264,9 @@ impl Gates {
         }
         let Gates { accumulation: Some(accumulation), outputs, places, .. } = self else { return };
         let weights = accumulation.weights(layer).iter_mut().enumerate();
-        weights.for_each(|(index, weight)| *weight = sigmoid(SCALE * outputs[places.weighed_at(index)]));
+        weights.for_each(|(index, weight)| {
+            *weight = sigmoid(SCALE * outputs[places.weighed_at(index)]).max(f32::MIN_POSITIVE)
+        });
     }
 
     /// How much of a token goes, by its logit.

@@ -182,7 +182,8 @@ impl<'a> Run<'a> {
             TrainError::diverged(GRADIENT_NORM, step, taken.gradient_norm)?;
             since.add(taken, progress.add(taken.sequences, taken.tokens, began));
             let done = progress.step;
-            if done.is_multiple_of(M::LOG_STEPS) || done == end {
+            // What is added up for a line is in no checkpoint, so that none is written between lines.
+            if done.is_multiple_of(M::LOG_STEPS) || done == end || method.is_milestone(done) {
                 method.log(&progress, &since, &mut tell)?;
                 since = Since::default();
             }

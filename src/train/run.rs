@@ -14,6 +14,7 @@ use super::zero::{Groups, Zero};
 use super::{Batch, Network, Parameters};
 use crate::device::Cpu;
 use crate::memory::{Arena, LabelBytes};
+use crate::model::fingerprint;
 use crate::ranks::Comm;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -135,7 +136,11 @@ impl<'a> Trainer<'a> {
         let folder = options.out.as_path();
         checkpoint::check(options, start.folder.as_deref())?;
         std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
-        let digest = recipe.digest();
+        // With the model that it starts from, as its folder is now.
+        let digest = match &start.folder {
+            Some(from) => checkpoint::digest(&(recipe.digest(), fingerprint(from)?)),
+            None => recipe.digest(),
+        };
         let Place { comm, cpu, stage, offload, .. } = *place;
         let mut zero = Zero::new(arena, groups, cpu, [whole, parameters], stage, offload.then_some(folder))?;
         let progress = if options.resume {
@@ -194,7 +199,8 @@ impl<'a> Trainer<'a> {
         let recipe = self.recipe;
         let stage = recipe.stage(self.progress.step);
         let ranks = self.place.comm.size();
-        let extents = self.extents(Stage { batch: stage.batch / self.groups.data.size(), ..stage });
+        let own = Stage { batch: stage.batch / self.groups.data.size(), ..stage };
+        let extents = self.extents(own);
         self.arena.reset_peak();
         let mut network = self.network(extents)?;
         let mut since = Since::default();
@@ -239,7 +245,10 @@ impl<'a> Trainer<'a> {
             }
             if done.is_multiple_of(recipe.evaluation.every_steps) || last {
                 let used = self.arena.usage().peak;
-                self.evaluate(stage.length, watch)?;
+                // Its network takes the place of this one: no more than the steps' memory is needed.
+                drop(network);
+                self.evaluate(own, watch)?;
+                network = self.network(extents)?;
                 self.note_memory(&extents, used)?;
             }
             if last {
@@ -261,15 +270,15 @@ impl<'a> Trainer<'a> {
         self.zero.save(self.folder, &self.digest, &self.progress, &self.start.files)
     }
 
-    /// Judges every task at every length up to `longest`.
-    fn evaluate(&mut self, longest: usize, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
+    /// Judges every task at every length up to that of this rank's steps, in no more memory than they take.
+    fn evaluate(&mut self, own: Stage, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
         self.results.clear();
         let evaluation = &self.recipe.evaluation;
-        let lengths = evaluation.lengths.iter().filter(|length| **length <= longest);
+        let lengths = evaluation.lengths.iter().filter(|length| **length <= own.length);
         let longest = lengths.clone().max().copied();
         let samples = evaluation.samples;
         let divides = |at_once: &usize| samples.is_multiple_of(*at_once);
-        let at_once = (1..=JUDGED_AT_ONCE).rev().find(divides).expect("all are multiples of 1");
+        let at_once = (1..=JUDGED_AT_ONCE.min(own.batch)).rev().find(divides).expect("all are multiples of 1");
         for &length in lengths {
             let extents = self.extents(Stage { length, batch: at_once, steps: 1 });
             let mut network = self.network(extents)?;

@@ -154,6 +154,7 @@ fn an_adapters_folder_is_a_model_of_every_command_and_of_its_base_alone() {
         &with("alora_invocation_tokens", json!([5])),
         "alora_invocation_tokens is [5]; adapters with it are not read",
     );
+    refused(&with("init_lora_weights", json!("pissa")), "init_lora_weights is \"pissa\", which changes the base");
     refused(&with("use_rslora", json!(1)), "use_rslora is 1; it must be true or false");
     refused(&with("base_model_name_or_path", json!("nowhere")), "its base 'nowhere' is not there");
     let other = Path::new("tests/checkpoints/llama").canonicalize().unwrap();

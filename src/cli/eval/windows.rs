@@ -134,7 +134,10 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
                     peak_bytes: arena.usage().peak_bytes,
                 };
                 match args.json {
-                    Some(_) => output::json(Path::new("-"), &report)?,
+                    Some(_) => {
+                        let line = serde_json::to_string(&report).expect("a report is plain data");
+                        output::print(&format!("{line}\n"))?;
+                    }
                     None => output::print(&words(&report))?,
                 }
             }

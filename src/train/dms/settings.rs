@@ -74,6 +74,12 @@ impl Settings {
 
     pub(super) fn check(&self, config: &Config) -> Result<(), String> {
         let Settings { window, length, steps, batch, learning_rate, pressure, .. } = *self;
+        if self.ratios.is_empty() {
+            return Err("no ratio is asked for; give at least one above 1".into());
+        }
+        if self.accumulates && self.inner.is_some() {
+            return Err("gates of dmc are linear; leave out the inner layer".into());
+        }
         let mut least = 1.0;
         for &ratio in &self.ratios {
             if !(ratio.is_finite() && ratio > least) {
