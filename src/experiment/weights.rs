@@ -27,7 +27,10 @@ impl OtherWeights {
     /// When what is named cannot be opened.
     pub fn open(of: Option<&Self>, folder: &Path, arena: &Arena) -> Result<Model, ModelError> {
         match of {
-            Some(OtherWeights::Model(name)) => Model::open(&locate(Path::new(name))?, arena),
+            Some(OtherWeights::Model(name)) => {
+                let model = Model::open(&locate(Path::new(name))?, arena)?;
+                Ok(Model { weights_of: Some(fingerprint(folder)?), ..model })
+            }
             Some(OtherWeights::Format(format)) => Model::open_in(folder, Some(*format), arena),
             None => Model::open(folder, arena),
         }

@@ -276,7 +276,7 @@ impl<'a> Decoder<'a> {
         assert!(self.memory.is_none(), "a policy is at work in a cache");
         let columns = eviction.policy.columns();
         assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
-        eviction.policy.check_base(&self.model.fingerprint)?;
+        eviction.policy.check_base(&self.model.fingerprint, self.model.weights_of.as_deref())?;
         if eviction.policy.reconstruction.is_some() && eviction.repeat.is_none() {
             let reason = "it has the model repeat its context, for which `eval` and `generate` have the words".into();
             return Err(PolicyError::Combination { policy: eviction.name.into(), reason }.into());

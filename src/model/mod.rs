@@ -152,6 +152,9 @@ pub struct Model {
     pub weights: Weights,
     /// By which it is known again ([`fingerprint`]).
     pub fingerprint: String,
+    /// The fingerprint of the model that these are other weights of, where one is: the same in codes, or with adapters. What was trained on
+    /// that one serves here too.
+    pub weights_of: Option<String>,
 }
 
 impl Model {
@@ -170,7 +173,7 @@ impl Model {
     pub fn open_in(folder: &Path, format: Option<RowFormat>, arena: &Arena) -> Result<Self, ModelError> {
         let config = Config::read(folder)?;
         let weights = Weights::open(folder, &config, format, arena)?;
-        Ok(Model { config, weights, fingerprint: fingerprint(folder)? })
+        Ok(Model { config, weights, fingerprint: fingerprint(folder)?, weights_of: None })
     }
 
     /// Refuses a sequence that is longer than the model was made for.

@@ -214,13 +214,14 @@ impl Policy {
 }
 
 impl Policy {
-    /// Refuses parameters that were trained on another model than that of this fingerprint; a file that does not name its
-    /// model may be of any.
+    /// Refuses parameters that were trained on another model than that of this fingerprint, or the one that its weights are other
+    /// `weights_of`; a file that does not name its model may be of any.
     ///
     /// # Errors
     /// In one line: the file, its model, and this one.
-    pub fn check_base(&self, fingerprint: &str) -> Result<(), PolicyError> {
-        let other = |read: &&Read| read.base.as_deref().is_some_and(|base| base != fingerprint);
+    pub fn check_base(&self, fingerprint: &str, weights_of: Option<&str>) -> Result<(), PolicyError> {
+        let is_this = |base: &str| base == fingerprint || Some(base) == weights_of;
+        let other = |read: &&Read| read.base.as_deref().is_some_and(|base| !is_this(base));
         match self.parameters.tensors.iter().find(other) {
             Some(Read { path, base, .. }) => Err(PolicyError::File(format!(
                 "'{}' was trained on the model {}; this model is {fingerprint}, train gates of its own",

@@ -248,6 +248,36 @@ fn adapters_beside_gates_make_a_model_whose_gates_these_are() {
     let error = train(&upon, &folder.path().join("upon"), false, None).unwrap_err().to_string();
     assert!(error.contains("is an adapter, and adapters stand beside a model; name its base"), "{error}");
     eval(Path::new("builtin")).failure().code(2).stderr(contains("was trained on the model"));
+    // As other weights of its base it is compared with that, whose gates serve both.
+    let other = |gates: &Path| {
+        let mut command = kvsieve();
+        command.args([
+            "eval",
+            "--task",
+            "passkey",
+            "--context",
+            "256",
+            "--samples",
+            "1",
+            "--budget",
+            "0.5",
+            "--json",
+            "-",
+        ]);
+        command
+            .args(["--model", "builtin", "--weights"])
+            .arg(&whole)
+            .args(["--out"])
+            .arg(folder.path().join("results"));
+        command.arg("--policy").arg(format!("full,dms:gates={}", gates.display()));
+        let assert = command.assert().success();
+        let lines = String::from_utf8(assert.get_output().stdout.clone()).unwrap();
+        let full = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let full = full.into_iter().find(|record| record["cell"]["policy"] == "full").unwrap();
+        full["answers"]["kl_nats"]["mean"].as_f64().unwrap()
+    };
+    assert!(other(&whole.join(dms::POLICY)) > 0.0, "the full cache of the adapted model is not its base's");
+    assert!(other(Path::new("models/dms/builtin-4x.safetensors")) > 0.0);
 }
 
 #[test]

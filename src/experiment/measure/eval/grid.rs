@@ -231,7 +231,9 @@ impl Opened {
         };
         let eviction = Eviction { policy: &policy, name, budget, seed: cell.seed, repeat: None };
         eviction.check(&self.config).map_err(|error| error.to_string())?;
-        policy.check_base(&self.fingerprint).map_err(|error| error.to_string())?;
+        // Gates may be of the model, whichever weights it has, or of these.
+        let (of_cell, of_model) = (cell.weights_hash.as_ref().unwrap_or(&self.fingerprint), &self.fingerprint);
+        policy.check_base(of_cell, Some(of_model)).map_err(|error| error.to_string())?;
         policy.check_format(name, budget.as_ref(), cell.kv_format()).map_err(|error| error.to_string())?;
         let lists = cell.layers * cell.kv_heads;
         let token_bytes = cell.kv_format().token_bytes(cell.head_dim);
