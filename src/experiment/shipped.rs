@@ -40,5 +40,6 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("dms", include_str!("../../experiments/dms.toml")),
     ("dmc", include_str!("../../experiments/dmc.toml")),
     ("real-dms", include_str!("../../experiments/real-dms.toml")),
+    ("real-dms-adapters", include_str!("../../experiments/real-dms-adapters.toml")),
     ("real-kvgrad", include_str!("../../experiments/real-kvgrad.toml")),
 ];
