@@ -131,7 +131,10 @@ fn flipped_p(values: &[f64]) -> Option<f64> {
         });
         return (count <= 1000).then(|| (2.0 * (1.0 + ways.sum::<f64>()) / 2f64.powi(count as i32)).min(1.0));
     }
-    let ways = 1usize << values.len().min(FLIPPED);
+    if values.len() > FLIPPED {
+        return None;
+    }
+    let ways = 1usize << values.len();
     let flipped = |signs: usize| {
         let sign = |at: usize| if signs >> at & 1 == 1 { -1.0 } else { 1.0 };
         values.iter().enumerate().map(|(at, value)| sign(at) * value).sum::<f64>()
@@ -139,7 +142,7 @@ fn flipped_p(values: &[f64]) -> Option<f64> {
     // Sums in other orders differ by roundings.
     let least = flipped(0).abs() * (1.0 - 1e-12);
     let as_far = |signs: &usize| flipped(*signs).abs() >= least;
-    (values.len() <= FLIPPED).then(|| (0..ways).filter(as_far).count() as f64 / ways as f64)
+    Some((0..ways).filter(as_far).count() as f64 / ways as f64)
 }
 
 /// Mean of paired differences without bounds, with a bootstrap interval. Its p-value is that of an exact sign-flip test, of more samples

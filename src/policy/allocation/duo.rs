@@ -141,7 +141,7 @@ impl OverHeads for Duo {
         let near = self.near.sink.saturating_add(self.near.recent);
         (self.heads > 0.0 && near >= budget_tokens).then(|| {
             format!(
-                "duo is inert, all heads have the same: a streaming head keeps up to {near} first and recent tokens, and the budget is \
+                "duo gives all heads the same: a streaming head keeps up to {near} first and recent tokens, and the budget is \
                  {budget_tokens} a head"
             )
         })

@@ -74,7 +74,7 @@ impl OverLayers for SimLayer {
         } else {
             return None;
         };
-        Some(format!("simlayer is inert, all layers have the same: {why}"))
+        Some(format!("simlayer gives all layers the same: {why}"))
     }
 
     fn totals(&self, context: &Context<'_>, scored: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
