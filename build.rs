@@ -7,7 +7,8 @@ fn git(args: &[&str]) -> Option<String> {
 }
 
 /// What is compiled in.
-const PATHS: [&str; 7] = ["src", "kernels", "experiments", "docs/glossary.md", "Cargo.toml", "Cargo.lock", "build.rs"];
+const PATHS: [&str; 8] =
+    ["src", "engine", "kernels", "experiments", "docs/glossary.md", "Cargo.toml", "Cargo.lock", "build.rs"];
 
 fn main() {
     let revision = git(&["rev-parse", "--short=7", "HEAD"]).unwrap_or_else(|| "unknown".into());

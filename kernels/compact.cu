@@ -1,5 +1,5 @@
 // A paged cache in a GPU's memory changes: tokens arrive, those that stay move together, pages move out of slabs that are
-// given back, keys are rotated to other positions (src/cache/cuda/).
+// given back, keys are rotated to other positions (kernels/src/cache/cuda/).
 //
 // Compaction is in place. Slots that stay ascend, so a token never moves back: the slot it goes to is at most the one it
 // comes from. One block moves all rows of a list, a batch at a time: it reads a batch into registers, waits for all its

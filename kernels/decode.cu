@@ -85,7 +85,7 @@ constexpr int KEY_PAGE_BYTES = PAGE_TOKENS * KeyFormat::BYTES, VALUE_PAGE_BYTES 
 constexpr bool WHOLE_STEPS = PAGE_TOKENS % KEYS == 0; // the keys of a step lie in one page
 constexpr bool ALIKE = KEY_PAGE_BYTES == VALUE_PAGE_BYTES;
 static_assert(WHOLE_STEPS || !(KeyFormat::CODED || ValueFormat::CODED), "pages of codes are whole steps");
-// Where they do not: each one's place, behind the rings. The host says so (src/attention/cuda/decode.rs), and the emulation.
+// Where they do not: each one's place, behind the rings. The host says so (kernels/src/attention/cuda/decode.rs), and the emulation.
 [[maybe_unused]] constexpr int PLACES_BYTES = WHOLE_STEPS ? 0 : WARPS * KEYS * 8;
 
 struct List {

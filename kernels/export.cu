@@ -1,5 +1,5 @@
 // Attention statistics without a score matrix: for each key the softmax probabilities that some queries give it,
-// recomputed tile by tile from the saved log-sum-exp and reduced to one number (src/attention/export.rs).
+// recomputed tile by tile from the saved log-sum-exp and reduced to one number (kernels/src/attention/export.rs).
 //
 // A block owns 64 keys of a list and walks over the queries that see them, head by head of the group, so that no two
 // blocks write the same number and every sum has one order. Its warps take some queries in turn through a cp.async ring

@@ -1,4 +1,4 @@
-// How the rows of keys and of values lie in memory: elements, or codes of a byte or of four bits (src/format/).
+// How the rows of keys and of values lie in memory: elements, or codes of a byte or of four bits (kernels/src/format/).
 //
 // A row of codes becomes elements on its way to a product, so that no copy of the cache is ever widened: its bytes are
 // copied to shared memory as they are, and from there widened into a tile. What a row of codes stands for, and how one is

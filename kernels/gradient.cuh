@@ -3,7 +3,7 @@
 // With P = exp(logit - lse) recomputed from the saved lse, dP = do v^T and delta = rowsum(do * o), the gradient of the
 // inner product is dS = P * (dP - delta) * scale, times 1 - (logit / cap)^2 under a soft-cap; then dv = P^T do,
 // dq = dS k, dk = dS^T q (FlashAttention-2, arXiv 2307.08691, section 3.1). `Gradients` is passed by value after
-// `Problem`, whose o and lse are read; src/device/cuda/gradients.rs has the same fields in the same order.
+// `Problem`, whose o and lse are read; kernels/src/device/cuda/gradients.rs has the same fields in the same order.
 #pragma once
 #include "problem.cuh"
 

@@ -16,7 +16,7 @@
 //
 // Versions
 //   1  items went to blocks in a fixed order, there and back: in a causal problem one multiprocessor in four idled, as
-//      src/attention/cuda/hopper/schedule.rs shows. Each warp worked out its items by division.
+//      kernels/src/attention/cuda/hopper/schedule.rs shows. Each warp worked out its items by division.
 //   2  as above; tiles at the edge of a mask have code of their own; a block that is done claims the next item, of a
 //      causal problem the heaviest first, among heads whose keys and values fit into 32 MiB of the L2; items are worked out
 //      by the producer alone. What NVRTC 13.0.88 made of it:
@@ -34,7 +34,7 @@
 //          descriptors out in each lane.
 //        - The keys of a tile are copied before the values of the tile before it: they are needed half a step earlier.
 //
-// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128|256 -DKEYS=64|80|112|128|176 (src/attention/cuda/hopper.rs says which)
+// Compile with -DELEMENT=BF16|F16 -DHEAD_DIM=64|128|256 -DKEYS=64|80|112|128|176 (kernels/src/attention/cuda/hopper.rs says which)
 // -DCAPPED=0|1 (whether there is a soft-cap) -DNEGATIVE=0|1 (the sign of the scale).
 //   hopper_forward  grid: multiprocessors, or fewer items; THREADS threads; shared memory: Q, rings of K and V, an item for
 //                   each consumer, barriers. One launch of a module at a time: launches share the counter.
@@ -128,7 +128,7 @@ struct Item {
 DEVICE int row_tiles(const Problem &p) { return (p.q_len + ROWS - 1) / ROWS; }
 DEVICE int item_count(const Problem &p) { return p.batch * p.q_heads * row_tiles(p); }
 
-// Item `number` of all, the heaviest first. src/attention/cuda/hopper/schedule.rs has the same list.
+// Item `number` of all, the heaviest first. kernels/src/attention/cuda/hopper/schedule.rs has the same list.
 DEVICE Item item_at(const Problem &p, int number) {
     if (number >= item_count(p)) return {0, -1, 0, 0};
     const int group = p.q_heads / p.kv_heads, lists = p.batch * p.kv_heads;

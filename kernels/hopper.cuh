@@ -9,7 +9,7 @@
 #pragma once
 #include "ptx.cuh"
 
-// A CUtensorMap: where a tensor lies and which tile of it a copy takes. src/device/cuda/tensor_map.rs makes it.
+// A CUtensorMap: where a tensor lies and which tile of it a copy takes. kernels/src/device/cuda/tensor_map.rs makes it.
 struct alignas(128) TensorMap {
     u64 opaque[16];
 };

@@ -1,6 +1,6 @@
 // The cached tokens of each (sequence, KV head), in pages: what the kernels of eviction policies read and change.
 //
-// src/device/cuda/lists.rs has the same structs with the same fields. A list's page `i` holds its slots from
+// kernels/src/device/cuda/lists.rs has the same structs with the same fields. A list's page `i` holds its slots from
 // `i * page_tokens` on (pages.cuh).
 #pragma once
 #include "formats.cuh"

@@ -1,6 +1,6 @@
-// Keys and values in pages, one list of pages for each KV head: the layout of src/cache on a GPU.
+// Keys and values in pages, one list of pages for each KV head: the layout of kernels/src/cache on a GPU.
 //
-// src/device/cuda/pages.rs has the same fields in the same order. A slab is [slab_pages, page_tokens] rows of keys, and
+// kernels/src/device/cuda/pages.rs has the same fields in the same order. A slab is [slab_pages, page_tokens] rows of keys, and
 // behind them as many of values; rows have the bytes of their formats (formats.cuh). The number
 // of a page is that of its slab above `shift` bits and its index in the slab in these, as in the cache of the CPU.
 #pragma once

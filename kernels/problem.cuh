@@ -1,6 +1,6 @@
 // One attention problem as every kernel takes it, which keys a query sees, and what a product becomes before softmax.
 //
-// `Problem` is passed by value; src/device/cuda/problem.rs has the same fields in the same order. Tensors are dense:
+// `Problem` is passed by value; kernels/src/device/cuda/problem.rs has the same fields in the same order. Tensors are dense:
 // q, o [B, Hq, Lq, D]; k, v [B, Hkv, Lk, D], none where they lie in pages (pages.cuh); lse [B, Hq, Lq], natural
 // logarithm.
 #pragma once

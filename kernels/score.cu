@@ -1,4 +1,4 @@
-// Scores of eviction policies that look at keys, values, positions or attention: higher is retained (src/policy/scorers/).
+// Scores of eviction policies that look at keys, values, positions or attention: higher is retained (engine/src/policy/scorers/).
 //
 // A warp takes a row, so that its sum has one order; a block takes 32 rows of one list.
 //

@@ -1,5 +1,5 @@
 // From scores to the slots that stay: of each list the best, of equal scores the later, in ascending order. The same
-// slots as src/policy/select.rs gives for the same scores, whatever they are: floats are compared as ordered bits, which
+// slots as engine/src/policy/select.rs gives for the same scores, whatever they are: floats are compared as ordered bits, which
 // is Rust's `total_cmp`.
 //
 // A block for each list. Four passes over the scores count digits of eight bits from the top: they find the best score

@@ -5,31 +5,17 @@
 //! [`memories`], [`episodic`], [`serving`], [`cache`], [`attention`], [`device`],
 //! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
 
-pub mod anatomy;
-pub mod attention;
-pub mod cache;
 pub mod cli;
-pub mod device;
-pub mod editing;
-pub mod episodic;
-pub mod eval;
-pub mod eviction;
 pub mod experiment;
-pub mod format;
-pub mod memories;
-pub mod memory;
-pub mod model;
-pub mod named;
 pub mod planner;
-pub mod policy;
-pub mod ranks;
 pub mod report;
-pub mod serving;
-pub mod task;
-pub mod tensor;
-pub mod train;
-pub mod units;
-pub mod workload;
+
+#[doc(inline)]
+pub use kvsieve_engine::{
+    anatomy, editing, episodic, eval, eviction, memories, model, policy, ranks, serving, stats, task, train, workload,
+};
+#[doc(inline)]
+pub use kvsieve_kernels::{attention, cache, device, format, memory, named, tensor, units};
 
 /// Compiles the code of the guide to policies.
 #[cfg(doctest)]

@@ -61,7 +61,7 @@ def up(x, to):
 
 
 def splits(seen, lists, slots, step):
-    """(splits, keys of each), as src/attention/cuda/decode.rs cuts them."""
+    """(splits, keys of each), as kernels/src/attention/cuda/decode.rs cuts them."""
     cuts = []
     for waves in range(1, 5):
         wanted = min(waves * up(lists, slots) // lists, max(1, up(seen, 256) // 256))

@@ -60,7 +60,7 @@ def call(name, *arguments):
 
 
 def tensor_map(tensor, box_rows):
-    """(what keeps it alive, its address): rows of 64 bf16, the swizzle of 128 bytes, as src/device/cuda/tensor_map.rs."""
+    """(what keeps it alive, its address): rows of 64 bf16, the swizzle of 128 bytes, as kernels/src/device/cuda/tensor_map.rs."""
     batch, heads, rows, columns = tensor.shape
     raw = ctypes.create_string_buffer(128 + 64)
     address = (ctypes.addressof(raw) + 63) // 64 * 64

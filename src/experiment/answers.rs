@@ -1,7 +1,7 @@
 //! What a model answered: the part of a record that only `eval` has.
 
-use super::stats::{bootstrap, difference, wilson};
 use crate::memories::Modes;
+use crate::stats::{bootstrap, difference, wilson};
 use serde::{Deserialize, Serialize};
 
 /// A mean over samples, with a 95% interval over them.

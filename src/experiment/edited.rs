@@ -1,8 +1,8 @@
 //! What a model that was told facts answered: the part of a record that only `edit` has.
 
 use super::answers::Estimate;
-use super::stats::wilson;
 use crate::editing::{Answered, Rate};
+use crate::stats::wilson;
 use serde::{Deserialize, Serialize};
 
 /// Shares of answers, with Wilson's intervals over questions.

@@ -18,7 +18,6 @@ pub mod record;
 pub mod runner;
 mod shipped;
 pub mod spec;
-pub mod stats;
 pub mod store;
 pub mod weights;
 

@@ -1,8 +1,8 @@
 //! What a memory of facts recalled: the part of a record that only `recall` has.
 
 use super::answers::Estimate;
-use super::stats::wilson;
 use crate::episodic::{Episode, Outcome, UNWRITTEN};
+use crate::stats::wilson;
 use serde::{Deserialize, Serialize};
 
 /// Shares of right answers, with intervals over drawn episodes. An answer is right when the cue is answered at all, with the

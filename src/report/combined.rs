@@ -10,9 +10,9 @@ use super::pools::Pool;
 use super::table::Table;
 use super::text;
 use crate::experiment::answers::Estimate;
-use crate::experiment::stats::unbounded_difference;
 use crate::experiment::weights::OtherWeights;
 use crate::memory::Label;
+use crate::stats::unbounded_difference;
 use crate::units;
 
 /// Byte budgets of the table of the cache, as parts of the full cache of plain elements.

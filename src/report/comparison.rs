@@ -16,8 +16,8 @@ use super::text::{self, NOTHING};
 use crate::eval::Protocol;
 use crate::experiment::answers::Estimate;
 use crate::experiment::measure::eval::RANDOM;
-use crate::experiment::stats::{Difference, among_best, difference, holm, least_p, unbounded_difference};
 use crate::memories::WINDOW_ALONE;
+use crate::stats::{Difference, among_best, difference, holm, least_p, unbounded_difference};
 
 /// Differences with a larger corrected p-value are not marked.
 const SURE: f64 = 0.05;

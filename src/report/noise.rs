@@ -5,7 +5,7 @@ use super::naming::{BUDGET, CONTEXT, Naming};
 use super::workers::{Machine, machine};
 use super::{baseline, text};
 use crate::experiment::record::{Latency, Record, Status};
-use crate::experiment::stats::wilson;
+use crate::stats::wilson;
 use crate::units;
 use std::collections::BTreeMap;
 

@@ -9,7 +9,7 @@ use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
-use crate::experiment::stats::bootstrap;
+use crate::stats::bootstrap;
 use std::collections::BTreeMap;
 
 /// One policy and budget over all tasks (and seeds) that were asked.

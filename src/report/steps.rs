@@ -5,8 +5,8 @@ use super::summary::{marked, status};
 use super::text::{self, NOTHING};
 use super::workers;
 use crate::experiment::record::{Record, Status};
-use crate::experiment::stats::median_with_interval;
 use crate::memory::{Label, LabelBytes};
+use crate::stats::median_with_interval;
 use crate::train::steps::SharedOut;
 use crate::units;
 

@@ -28,14 +28,14 @@ def variants():
     """(file, macros) of every variant that the crate may ask for, at the head dims that matter."""
     for element, head_dim, library in itertools.product(["F32", "BF16", "F16"], [64, 256], [0, 1]):
         yield "naive.cu", {"ELEMENT": element, "HEAD_DIM": head_dim, "LIBRARY_PRODUCTS": library}
-    # Tiles of keys by head dim, as src/attention/cuda/tiled.rs chooses them. F16 differs from BF16 in single instructions.
+    # Tiles of keys by head dim, as kernels/src/attention/cuda/tiled.rs chooses them. F16 differs from BF16 in single instructions.
     tiles = [(37, 64), (64, 64), (96, 64), (100, 64), (100, 32), (127, 64), (128, 64), (128, 32), (143, 32), (144, 32)]
     tiles += [(150, 64), (160, 64), (190, 64), (192, 64), (250, 64), (256, 64), (256, 32)]
     for element, (head_dim, keys) in [*itertools.product(["BF16"], tiles), ("F16", (128, 64)), ("F16", (144, 32))]:
         yield "tiled.cu", tiled(element, head_dim, keys)
     for head_dim, keys in [(64, 32), (100, 32), (128, 32), (128, 16), (192, 32), (192, 16), (224, 32), (256, 16), (256, 8)]:
         yield "tiled.cu", tiled("F32", head_dim, keys)
-    # Warps and stages as src/attention/cuda/decode.rs chooses them where a block may have 100 to 227 KiB.
+    # Warps and stages as kernels/src/attention/cuda/decode.rs chooses them where a block may have 100 to 227 KiB.
     rings = [(64, 8, 4), (96, 8, 2), (100, 8, 2), (128, 8, 2), (128, 4, 2), (192, 4, 3), (192, 2, 3), (256, 4, 2), (256, 2, 2)]
     for page_tokens, (head_dim, warps, stages) in itertools.product([0, 16, 10], rings):
         yield "decode.cu", decode("BF16", head_dim, page_tokens, warps, stages, 16 if head_dim <= 192 else 8)
@@ -45,7 +45,7 @@ def variants():
     for rows, (head_dim, warps, stages) in itertools.product([4, 16], [(64, 4, 4), (128, 4, 3), (250, 2, 2), (256, 2, 3)]):
         yield "decode.cu", decode("F32", head_dim, 16 if rows == 16 else 0, warps, stages, rows)
     yield "sweep.cu", {"ELEMENT": "F32", "HEAD_DIM": 8}
-    # Tiles of keys by head dim and soft-cap, as src/attention/cuda/hopper.rs chooses them; the sign is one number in them.
+    # Tiles of keys by head dim and soft-cap, as kernels/src/attention/cuda/hopper.rs chooses them; the sign is one number in them.
     tiles = [(64, 128, 0), (64, 112, 1), (128, 176, 0), (128, 128, 0), (128, 128, 1), (256, 80, 0), (256, 64, 1)]
     signs = itertools.product(["BF16"], tiles, [0])
     for element, (head_dim, keys, capped), negative in [*signs, ("BF16", tiles[3], 1), ("F16", tiles[3], 0)]:

@@ -347,7 +347,7 @@ fn a_model_writes_its_own_text_and_writes_it_again_when_a_run_goes_on() {
         .stderr(contains("--text model is for --method dms and dmc; kvzap learns from a file"));
 }
 
-/// A folder of NVIDIA's Model-Optimizer is a model, and its gates are a policy (`src/train/tests/eviction.rs` compares them with theirs).
+/// A folder of NVIDIA's Model-Optimizer is a model, and its gates are a policy (`engine/src/train/tests/eviction.rs` compares them with theirs).
 #[test]
 fn a_public_checkpoint_is_a_model_and_its_gates_evict_from_it() {
     const FOLDER: &str = "tests/checkpoints/qwen3-dms";

@@ -3,9 +3,9 @@
 use super::pass::{Problem, Sizes, Solution};
 use crate::attention::Shape;
 use crate::cli::hardware::Hardware;
-use crate::experiment::stats::quantile;
 use crate::format::KvFormat;
 use crate::memory::{LabelBytes, Usage};
+use crate::stats::quantile;
 use crate::tensor::DType;
 use crate::units;
 use serde::Serialize;

@@ -5,7 +5,7 @@ use crate::attention::{DenseKv, Forward, Outputs, Shape, reference};
 use crate::device::Cpu;
 use crate::experiment::cell::Cell;
 use crate::experiment::record::Drift;
-use crate::experiment::stats::bootstrap;
+use crate::stats::bootstrap;
 use crate::tensor::DType;
 use crate::workload::Workload;
 use std::collections::BTreeMap;

@@ -7,7 +7,7 @@ use crate::experiment::measure::{Implementation, Measure, Prepared, TrialError, 
 use crate::experiment::record::{Record, Status, Work};
 use crate::experiment::runner::Progress;
 use crate::experiment::spec::Timing;
-use crate::experiment::stats::median_with_interval;
+use crate::stats::median_with_interval;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::{Duration, Instant};

@@ -44,7 +44,7 @@ void into_pages(Tensors &t, const Problem &p, std::mt19937 &random) {
 
 void prepare(Tensors &t, Problem &p, std::mt19937 &random) {
     const size_t rows = size_t(p.batch) * p.q_heads * p.q_len;
-    // Over the keys that any row of the longest list sees, as src/attention/cuda/decode.rs plans it.
+    // Over the keys that any row of the longest list sees, as kernels/src/attention/cuda/decode.rs plans it.
     const int seen = p.window ? std::min(p.kv_len, p.window + p.q_len - 1 + KEYS - 1) : p.kv_len;
     const int wanted = p.kv_len > 8000 ? 64 : p.kv_len > 2000 ? 4608 : 128;
     p.split_keys = std::max(wanted, WARPS * KEYS), p.splits = int(blocks(seen, p.split_keys));

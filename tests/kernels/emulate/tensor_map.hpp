@@ -1,4 +1,4 @@
-// Tensor maps for kernels that run.py runs alone, as src/device/cuda/tensor_map.rs makes them.
+// Tensor maps for kernels that run.py runs alone, as kernels/src/device/cuda/tensor_map.rs makes them.
 #pragma once
 
 namespace {
