@@ -255,7 +255,7 @@ mod tests {
     /// AWQ and smoothing look at matrices twice.
     #[test]
     fn a_matrix_is_merged_as_often_as_it_is_asked_for() {
-        let (folder, arena) = (Path::new("tests/fixtures/adapter"), Arena::unlimited());
+        let (folder, arena) = (Path::new("../tests/fixtures/adapter"), Arena::unlimited());
         let config = Config::read(folder).unwrap();
         let read = |found: &mut Found<'_>| {
             let (mut all, shape) = (Vec::new(), [config.q_width(), config.hidden]);

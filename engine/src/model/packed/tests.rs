@@ -8,7 +8,7 @@ use crate::tensor::file::{Output, write};
 use serde_json::{Value, json};
 use std::path::Path;
 
-const FIXTURE: &str = "tests/fixtures/packed.safetensors";
+const FIXTURE: &str = "../tests/fixtures/packed.safetensors";
 const CASES: [&str; 16] = [
     "gptq-4-128",
     "gptq-4-32-ordered",

@@ -53,7 +53,8 @@ fn widened(coded: &Coded, cpu: &Cpu) -> Vec<f32> {
 
 #[test]
 fn codes_are_those_of_the_authors_of_gptq() {
-    let (file, arena) = (TensorFile::open(Path::new("tests/fixtures/gptq.safetensors")).unwrap(), Arena::unlimited());
+    let (file, arena) =
+        (TensorFile::open(Path::new("../tests/fixtures/gptq.safetensors")).unwrap(), Arena::unlimited());
     let cpu = Cpu::new(Some(2)).unwrap();
     for name in ["symmetric", "zero", "act", "act-zero", "wide", "eight"] {
         let load = |end: &str| file.load(&format!("{name}.{end}"), &arena, Label::Input).unwrap();
@@ -165,7 +166,7 @@ fn setup(batch: usize, tokens: usize) -> Setup<'static> {
 fn block_by_block_a_model_computes_what_it_does_as_a_whole() {
     let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
     for name in ["llama", "gemma2", "phi3", "qwen3", "dynamic"] {
-        let model = Model::open(&Path::new("tests/checkpoints").join(name), &arena).unwrap();
+        let model = Model::open(&Path::new("../tests/checkpoints").join(name), &arena).unwrap();
         let tokens: [&[u32]; 2] = [&[5, 17, 99, 3, 40], &[7, 7, 1, 80, 2]];
         let last = model.config.layers - 1;
         let whole = LastInput(last, Mutex::default());
@@ -319,7 +320,7 @@ fn list(entries: &[(&str, Vec<f32>, u32)]) -> Vec<u8> {
 #[test]
 fn a_file_of_mean_squares_is_the_text_that_they_are_of() {
     let (cpu, arena, folder) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited(), tempfile::tempdir().unwrap());
-    let source = &without_tokenizer(Path::new("tests/checkpoints/llama"), folder.path());
+    let source = &without_tokenizer(Path::new("../tests/checkpoints/llama"), folder.path());
     let (mixture, file): (Mixture, _) = ("q4_0".parse().unwrap(), folder.path().join("imatrix"));
     let tokens: Vec<u32> = (0..96).map(|at| 3 + at * 7 % 60).collect();
     let text = Importance::Text(Calibration { tokens: &tokens, length: 48 });
@@ -403,7 +404,7 @@ fn what_is_smoothed_computes_the_same_in_every_family() {
     let tokens: Vec<u32> = (0..48).map(|at| 3 + at * 11 % 100).collect();
     let text = Calibration { tokens: &tokens, length: 48 };
     let named = ["llama", "llama-bias-tied", "qwen2", "qwen3", "phi3", "gemma2"]
-        .map(|name| Path::new("tests/checkpoints").join(name));
+        .map(|name| Path::new("../tests/checkpoints").join(name));
     let unshared = unshared(folder.path());
     for path in named.iter().chain([&unshared]) {
         let mut model = Model::open(path, &arena).unwrap();
@@ -457,7 +458,7 @@ impl Make for Again {
 
 /// `tests/checkpoints/llama` with a KV head for each query head, twice the same: it computes what that does.
 fn unshared(folder: &Path) -> PathBuf {
-    let (from, to) = (Path::new("tests/checkpoints/llama"), folder.join("unshared"));
+    let (from, to) = (Path::new("../tests/checkpoints/llama"), folder.join("unshared"));
     std::fs::create_dir(&to).unwrap();
     let mut config: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(from.join("config.json")).unwrap()).unwrap();
@@ -495,7 +496,7 @@ fn what_awq_scales_is_divided_where_it_comes_from_in_every_family() {
     // Groups of 8 divide these small models.
     let recipe = Recipe { method: Method::Awq, grid: Grid { bits: 8, group: 8, symmetric: false, least_zero: 0 } };
     let named = ["llama", "llama-bias-tied", "qwen2", "qwen3", "phi3", "gemma2"]
-        .map(|name| Path::new("tests/checkpoints").join(name));
+        .map(|name| Path::new("../tests/checkpoints").join(name));
     let own = logits(&Model::open(&named[0], &arena).unwrap(), &tokens[..48], &cpu, &arena);
     let unshared = unshared(folder.path());
     let same = logits(&Model::open(&unshared, &arena).unwrap(), &tokens[..48], &cpu, &arena);

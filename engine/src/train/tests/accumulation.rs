@@ -54,7 +54,7 @@ fn tokens_that_were_decided_on_come_together_as_in_a_cache() {
         cache.set_column(index / LEN, index % LEN, Column::Weight, weight).unwrap();
     }
     let rope = Frequencies::new(DIMS[3], SMALL.rope_theta);
-    let fold = Fold { arena: &arena, cpu: &cpu, seed: 0, draws: None, rope: Some(&rope), asked: None };
+    let fold = Fold { arena: &arena, cpu: &cpu, seed: 0, number: 0, draws: None, rope: Some(&rope), asked: None };
     let mut row = vec![0.0; DIMS[3]];
     for (list, decisions) in decisions.chunks_exact(LEN).enumerate() {
         let stays = |&token: &u32| token as usize + 1 == LEN || !decisions[token as usize];

@@ -276,7 +276,7 @@ fn gates_evict_nothing_at_first_and_nothing_inside_the_window() {
 /// (`tests/conformance/dms_fixtures.py`).
 #[test]
 fn a_public_checkpoint_evicts_what_its_own_code_evicts() {
-    const FOLDER: &str = "tests/checkpoints/qwen3-dms";
+    const FOLDER: &str = "../tests/checkpoints/qwen3-dms";
     let expected = std::fs::read(Path::new(FOLDER).join("expected.safetensors")).unwrap();
     let expected = safetensors::SafeTensors::deserialize(&expected).unwrap();
     let number = |name: &str| f32::from_le_bytes(expected.tensor(name).unwrap().data().try_into().unwrap());

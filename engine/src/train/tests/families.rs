@@ -17,7 +17,7 @@ fn in_f32(folder: &Path, parameters: &Parameters) -> Buffer<f32> {
 }
 
 pub(super) fn folder(name: &str) -> PathBuf {
-    Path::new("tests/checkpoints").join(name)
+    Path::new("../tests/checkpoints").join(name)
 }
 
 /// The configuration of a checkpoint, with soft-caps and windows so small that they matter.
@@ -31,7 +31,7 @@ pub(super) fn config(name: &str) -> Config {
 
 /// Every checkpoint.
 fn all() -> Vec<String> {
-    let names = std::fs::read_dir("tests/checkpoints").unwrap().map(|entry| entry.unwrap());
+    let names = std::fs::read_dir("../tests/checkpoints").unwrap().map(|entry| entry.unwrap());
     let names = names.filter(|entry| entry.path().join("config.json").exists());
     let mut names: Vec<String> = names.map(|entry| entry.file_name().into_string().unwrap()).collect();
     names.sort();

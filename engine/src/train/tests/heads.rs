@@ -96,8 +96,8 @@ fn recomputation_and_threads_do_not_change_a_bit_and_bytes_are_those_of_the_form
 /// Distance, gradient and the term on the gates are those of the authors' code (`tests/conformance/duo_fixtures.py`).
 #[test]
 fn gates_are_what_the_authors_code_makes_of_them() {
-    const FOLDER: &str = "tests/checkpoints/llama";
-    let expected = std::fs::read("tests/fixtures/duo.safetensors").unwrap();
+    const FOLDER: &str = "../tests/checkpoints/llama";
+    let expected = std::fs::read("../tests/fixtures/duo.safetensors").unwrap();
     let expected = safetensors::SafeTensors::deserialize(&expected).unwrap();
     let whole = |name: &str| {
         let values = expected.tensor(name).unwrap().data().chunks_exact(8);

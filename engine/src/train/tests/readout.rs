@@ -61,12 +61,12 @@ fn gradients_equal_finite_differences() {
 #[test]
 fn recomputation_and_threads_do_not_change_a_bit_and_bytes_are_those_of_the_formula() {
     for dtype in [DType::F32, DType::Bf16] {
-        let config = Config::read(Path::new("models/builtin")).unwrap();
+        let config = Config::read(Path::new("../models/builtin")).unwrap();
         let parameters = Parameters::all_frozen(&config, dtype);
         let extents = Extents { parameters: &parameters, batch: 3, len: 17, skipped: 0 };
         let run = |recompute, threads| {
             let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(threads)).unwrap());
-            let weights = Frozen::open(Path::new("models/builtin"), &parameters, &arena).unwrap();
+            let weights = Frozen::open(Path::new("../models/builtin"), &parameters, &arena).unwrap();
             let shape = larimar::shape(&config);
             let mut readout = Readout::new(&arena, &extents, shape, threads, 3).unwrap();
             readout.values.fill(0.5);
@@ -93,7 +93,7 @@ fn recomputation_and_threads_do_not_change_a_bit_and_bytes_are_those_of_the_form
 /// What is trained is what is used: the loss of tokens behind a prefix is that of the decoder whose cache begins with it.
 #[test]
 fn the_decoder_of_inference_answers_as_the_network_does() {
-    for name in ["models/builtin", "tests/checkpoints/qwen3", "tests/checkpoints/gemma2"] {
+    for name in ["../models/builtin", "../tests/checkpoints/qwen3", "../tests/checkpoints/gemma2"] {
         let (arena, cpu) = (Arena::unlimited(), Cpu::new(Some(2)).unwrap());
         let model = Model::open(Path::new(name), &arena).unwrap();
         let parameters = Parameters::all_frozen(&model.config, DType::F32);

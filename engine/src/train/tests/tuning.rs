@@ -318,7 +318,7 @@ fn settings(method: Method, model: &Path, weights: DType, optimizer: Kind) -> Se
 #[test]
 fn fine_tuning_takes_exactly_the_bytes_that_are_predicted() {
     let out = tempfile::tempdir().unwrap();
-    let builtin = Path::new("models/builtin");
+    let builtin = Path::new("../models/builtin");
     let (file, model) = (packed(&folder("qwen3"), out.path()), folder("qwen2"));
     let methods = [
         (Method::Full, builtin, DType::F32, None),
@@ -366,7 +366,8 @@ fn fine_tuning_takes_exactly_the_bytes_that_are_predicted() {
 /// many steps.
 #[test]
 fn a_model_that_was_trained_for_a_format_bears_its_rounding() {
-    let (folder, cpu, path) = (tempfile::tempdir().unwrap(), Cpu::new(Some(2)).unwrap(), Path::new("models/builtin"));
+    let (folder, cpu, path) =
+        (tempfile::tempdir().unwrap(), Cpu::new(Some(2)).unwrap(), Path::new("../models/builtin"));
     let config = Config::read(path).unwrap();
     let judged = |folder: &Path, format: &str, tokens: &[u32]| {
         let format = Some(format.parse().unwrap());
