@@ -137,7 +137,8 @@ impl<'a> Data<'a> {
         Ok(data)
     }
 
-    /// The batch of a step: `batch` sequences of `len` tokens, from number `first` on.
+    /// The batch of a step: `batch` sequences of `len` tokens, from number `first` on; numbers from [`text::HELD_OUT`](super::text::HELD_OUT) on take
+    /// of the recipe's text what no step reads.
     ///
     /// # Errors
     /// When a task does not fit.
@@ -174,8 +175,8 @@ impl<'a> Data<'a> {
         let mut sequence = Sequence::begun(self.vocabulary, len);
         match &source.kind {
             Kind::Text => (),
-            Kind::Quotes => self.quotes(&mut sequence, &mut rng),
-            Kind::Needles => self.needles(&mut sequence, &mut rng),
+            Kind::Quotes => self.quotes(&mut sequence, number, &mut rng),
+            Kind::Needles => self.needles(&mut sequence, number, &mut rng),
             Kind::Echo => self.echo(&mut sequence, &mut rng),
             Kind::Task(task) => self.task(&mut sequence, &source.spec.source, task.as_ref(), number, &mut rng)?,
         }
@@ -183,7 +184,7 @@ impl<'a> Data<'a> {
             sequence.tokens.extend(self.vocabulary.end().map(|end| (end, 1.0)));
         }
         if let Some(text) = &self.text {
-            sequence.extend(text.span(&mut rng, sequence.room()), self.text_weight);
+            sequence.extend(text.span(number, &mut rng, sequence.room()), self.text_weight);
         }
         while sequence.room() > 0 {
             sequence.push(&text::sentence(&mut rng), self.text_weight);
@@ -221,7 +222,7 @@ impl<'a> Data<'a> {
     }
 
     /// Needles in text, few or many, of which all are asked for while there is room.
-    fn needles(&self, sequence: &mut Sequence<'_>, rng: &mut ChaCha8Rng) {
+    fn needles(&self, sequence: &mut Sequence<'_>, number: u64, rng: &mut ChaCha8Rng) {
         const NEEDLE_TOKENS: usize = 12;
         const ASKED_TOKENS: usize = 22;
         let whole = sequence.room() - 1;
@@ -232,7 +233,7 @@ impl<'a> Data<'a> {
         let room = whole.saturating_sub(count * (NEEDLE_TOKENS + ASKED_TOKENS));
         let wanted = rng.random_range(room / 2..=room);
         let mut pieces: Vec<(Vec<u32>, f32)> =
-            self.haystack(wanted, rng).into_iter().map(|piece| (piece, self.text_weight)).collect();
+            self.haystack(number, wanted, rng).into_iter().map(|piece| (piece, self.text_weight)).collect();
         for (key, value) in keys.iter().zip(&values) {
             let place = rng.random_range(0..=pieces.len());
             pieces.insert(place, (self.vocabulary.encode(&text::needle(key, value)), 0.0));
@@ -251,10 +252,10 @@ impl<'a> Data<'a> {
     }
 
     /// About `wanted` tokens in pieces between which a needle can stand: mostly sentences of the text, if there is one.
-    fn haystack(&self, wanted: usize, rng: &mut ChaCha8Rng) -> Vec<Vec<u32>> {
+    fn haystack(&self, number: u64, wanted: usize, rng: &mut ChaCha8Rng) -> Vec<Vec<u32>> {
         if let Some(text) = self.text.as_ref().filter(|_| wanted > 0 && rng.random_bool(0.6)) {
             let stop = self.vocabulary.encode("a.").pop();
-            let span = text.span(rng, wanted);
+            let span = text.span(number, rng, wanted);
             return span.split_inclusive(|token| Some(*token) == stop).map(<[u32]>::to_vec).collect();
         }
         let repeated: Option<Vec<String>> =
@@ -275,12 +276,12 @@ impl<'a> Data<'a> {
     }
 
     /// The text, in which spans stand once more somewhere behind: their tokens are foretold by what followed before.
-    fn quotes(&self, sequence: &mut Sequence<'_>, rng: &mut ChaCha8Rng) {
+    fn quotes(&self, sequence: &mut Sequence<'_>, number: u64, rng: &mut ChaCha8Rng) {
         let text = self.text.as_ref().expect("a checked recipe has a text for its quotes");
         let first = sequence.tokens.len();
         while sequence.room() > 0 {
             let fresh = rng.random_range(QUOTED_TOKENS).min(sequence.room());
-            sequence.extend(text.span(rng, fresh), self.text_weight);
+            sequence.extend(text.span(number, rng, fresh), self.text_weight);
             let (written, count) = (sequence.tokens.len(), rng.random_range(QUOTED_TOKENS));
             if written > first + count && sequence.room() > count {
                 let at = rng.random_range(first..written - count);

@@ -55,26 +55,24 @@ impl<'a> TextSource<'a> {
         self.tokens.len() / 10 * 9
     }
 
-    /// `count` tokens that are learned from, from a random place on.
-    pub fn span(&self, rng: &mut impl Rng, count: usize) -> &[u32] {
-        let at = rng.random_range(0..self.trained() - count);
+    /// `count` tokens from a random place on: of what is held out for sequences from number [`HELD_OUT`] on, else of what is
+    /// learned from.
+    pub fn span(&self, number: u64, rng: &mut impl Rng, count: usize) -> &[u32] {
+        let places = match number < HELD_OUT {
+            true => 0..self.trained() - count,
+            false => self.trained()..self.tokens.len() - count,
+        };
+        let at = rng.random_range(places);
         &self.tokens[at..at + count]
     }
 
-    /// `count` sequences of `len` tokens, from number `first` on; numbers from [`HELD_OUT`] on are of what is held out.
+    /// `count` sequences of `len` tokens, from number `first` on.
     pub fn drawn(&self, first: u64, [count, len]: [usize; 2]) -> Vec<u32> {
         let of_text = len - self.begin.len();
         let sequence = |number: u64| {
             let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
             rng.set_stream(number);
-            let text = match number < HELD_OUT {
-                true => self.span(&mut rng, of_text),
-                false => {
-                    let at = rng.random_range(self.trained()..self.tokens.len() - of_text);
-                    &self.tokens[at..at + of_text]
-                }
-            };
-            self.begin.iter().chain(text).copied().collect::<Vec<_>>()
+            self.begin.iter().chain(self.span(number, &mut rng, of_text)).copied().collect::<Vec<_>>()
         };
         (first..first + count as u64).flat_map(sequence).collect()
     }
@@ -108,4 +106,23 @@ pub(super) fn read(path: &Path) -> Result<String, TrainError> {
 /// The parts of a text between blank lines, each with the one behind it.
 pub(super) fn documents(text: &str) -> Vec<&str> {
     text.split_inclusive("\n\n").collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_out_is_not_learned_from() {
+        let text = TextSource { begin: &[], tokens: (0..1000).collect(), seed: 1 };
+        let mut rng = ChaCha8Rng::seed_from_u64(2);
+        for number in 0..300 {
+            let [read, held_out] = [number, HELD_OUT + number].map(|number| text.span(number, &mut rng, 40).to_vec());
+            assert!(read.iter().all(|&token| token < 900), "{read:?}");
+            assert!(held_out.iter().all(|&token| token >= 900), "{held_out:?}");
+        }
+        assert!(text.drawn(0, [50, 40]).iter().all(|&token| token < 900));
+        assert!(text.drawn(HELD_OUT, [50, 40]).iter().all(|&token| token >= 900));
+        assert!(text.piece(text.pieces(40) - 1, 40).iter().all(|&token| token >= 900));
+    }
 }
