@@ -142,6 +142,19 @@ fn a_memory_is_measured_beside_contexts_of_as_many_bytes_and_the_run_goes_on() {
 }
 
 #[test]
+fn a_memory_has_what_the_model_leaves_of_the_limit() {
+    let folder = tempfile::tempdir().unwrap();
+    experiment(folder.path(), "facts = [2]\nsamples = 1\nmemory = [\"larimar:slots=4000\"]\n");
+    run_experiment(folder.path(), &["--limit-memory", "8MiB"]).success();
+    let (records, _) = records(folder.path());
+    let reason = records[0]["reason"].as_str().unwrap();
+    let numbers: Vec<u64> = reason.split(' ').filter_map(|word| word.parse().ok()).collect();
+    let weights = fs::metadata("models/builtin/model.safetensors").unwrap().len();
+    assert_eq!((&records[0]["status"], numbers[0]), (&"oom".into(), 161_350_912), "{reason}");
+    assert!(numbers[1] < (8 << 20) - weights / 10 * 9, "{reason}");
+}
+
+#[test]
 fn grids_that_cannot_be_asked_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();

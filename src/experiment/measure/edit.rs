@@ -229,6 +229,8 @@ fn asked(
     let path = Path::new(cell.maps.as_deref().unwrap_or_default());
     let maps = Maps::load(path, &model.config, &model.fingerprint)?;
     let encoder = Encoder::new(&model, &text, maps.layer, cpu, &arena)?;
+    // What is asked lies in an arena of its own beside the model's: both together have the limit.
+    let left_bytes = stage.limit_bytes.saturating_sub(arena.usage().live_bytes);
     let (facts, episodes) = (cell.facts.unwrap_or(1), cell.samples.unwrap_or(1));
     let mut states = cells.iter().map(|cell| state(cell, &maps, stage.registry)).collect::<Result<Vec<_>, _>>()?;
     let (mut done, all) = (0.0, (episodes * cells.len()) as f64);
@@ -239,7 +241,7 @@ fn asked(
             each(cell, done / all);
             done += 1.0;
             if state.ended.is_none()
-                && let Err(error) = state.ask(cell, &encoder, &maps, &episode, stage.limit_bytes)
+                && let Err(error) = state.ask(cell, &encoder, &maps, &episode, left_bytes)
             {
                 state.ended = Some(status_of(&error));
             }
@@ -266,16 +268,19 @@ impl State {
         encoder: &Encoder<'_>,
         maps: &Maps,
         episode: &Episode,
-        limit_bytes: u64,
+        left_bytes: u64,
     ) -> Result<(), EditError> {
-        let arena = Arena::with_limit(limit_bytes);
+        let arena = Arena::with_limit(left_bytes);
         let answered = match &self.telling {
             Telling::Memory(name) => {
                 let shape = (&**name, episode.facts().len());
                 let predicted_peak_bytes = Editor::peak_bytes(maps, shape, episode.most_questions())?;
                 self.memory = Some(Memory { predicted_peak_bytes, ..Memory::default() });
-                if predicted_peak_bytes > limit_bytes {
-                    self.ended = Some((Status::Oom, "the memory is larger than the limit".into()));
+                if predicted_peak_bytes > left_bytes {
+                    let message = format!(
+                        "the memory needs {predicted_peak_bytes} bytes, the model leaves {left_bytes} of the limit"
+                    );
+                    self.ended = Some((Status::Oom, message));
                     return Ok(());
                 }
                 let answered = episode.ask(encoder, &mut Editor::new(encoder, maps, shape, &arena)?)?;
