@@ -111,6 +111,22 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         output_bytes,
         threads: cpu.threads(),
     };
+    let windows =
+        report.layers.iter().filter_map(|&layer| config.windows[layer]).filter(|&window| window < report.tokens);
+    let mut differs: Vec<String> =
+        windows.max().map(|window| format!("windows of up to {window} tokens")).into_iter().collect();
+    differs.extend(config.attention_softcap.map(|cap| format!("a soft-cap of {cap}")));
+    let scale = config.attention_scale;
+    if (scale * (config.head_dim as f32).sqrt() - 1.0).abs() > 1e-5 {
+        differs.push(format!("a scale of {scale}"));
+    }
+    if !differs.is_empty() {
+        let differs = differs.join(" and ");
+        output::warn(&[format!(
+            "the model attends with {differs}, which the tensors do not carry: attend has options for them, evict and \
+             experiments over files compute without"
+        )]);
+    }
     match &reading.json {
         Some(target) => output::json(target, &report),
         None => output::print(&format!(

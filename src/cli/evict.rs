@@ -17,7 +17,7 @@ use crate::device::Cpu;
 use crate::eviction::{Asked, Given, Loss, Own, loss, retain};
 use crate::format::KvFormat;
 use crate::memory::{Arena, Label};
-use crate::policy::{Budget, Policy, Registry, Schedule, Statistic};
+use crate::policy::{Averages, Budget, Policy, Registry, Schedule, Statistic};
 use crate::tensor::file::{self, Output, TensorFile};
 use crate::tensor::{Tensor, TensorView};
 use crate::units;
@@ -290,6 +290,23 @@ impl Args {
         if policy.scorer.is_some() && policy.schedule != Schedule::default() {
             let told = "the file's context is there as a whole: a schedule (chunks, every, delayed) plays no part in one eviction";
             warnings.push(told.into());
+        }
+        let averages = policy.scorer.as_ref().map_or(Averages::Nothing, |scorer| scorer.averages());
+        if file.metadata("layers").is_some()
+            && shape.batch > 1
+            && (!policy.layers.is_even() || averages == Averages::Layers)
+        {
+            let told =
+                "each of the file's layers is a problem of its own here: nothing is divided, or averaged, over layers";
+            warnings.push(told.into());
+        }
+        let asked = policy.recent_queries();
+        if policy.looks_at(Statistic::Queries) && asked > shape.q_len && asked < usize::MAX {
+            warnings
+                .push(format!("the policy looks at the latest {asked} queries, and the input holds {}", shape.q_len));
+        }
+        if let empty @ 1.. = lens().filter(|&len| len == 0).count() {
+            warnings.push(format!("nothing is retained of {empty} of {} lists", outcome.kept.len()));
         }
         let given_bytes = KvFormat::from(dtype).token_bytes(shape.head_dim);
         let token_bytes = self.kv_format.unwrap_or(dtype.into()).token_bytes(shape.head_dim);

@@ -198,7 +198,7 @@ fn a_sequence_keeps_in_a_batch_what_it_keeps_alone() {
         let (model, tokens) = open(name);
         let batch: [&[u32]; 3] = [&tokens[..30], &tokens[5..], &tokens[20..39]];
         let after = [24, 11, 19];
-        for text in ["snapkv:window=4", "h2o+every", "expected-attention"] {
+        for text in ["snapkv:window=4", "h2o+every", "expected-attention", "h2o+cam:window=3"] {
             let policy = policy(text);
             let together = run(&model, &batch, &after, Some((&policy, "0.5")));
             for (sequence, (tokens, &after)) in batch.iter().zip(&after).enumerate() {
@@ -208,6 +208,26 @@ fn a_sequence_keeps_in_a_batch_what_it_keeps_alone() {
             }
         }
     }
+}
+
+/// A policy that evicts from what comes behind the context has a budget for that too, and sinks that are all of it leave no room.
+#[test]
+fn a_budget_beyond_the_context_is_for_what_comes_behind_it() {
+    let (model, tokens) = open("llama");
+    let after = |text: &str, budget: &str| run(&model, &[&tokens[..32]], &[14], Some((&policy(text), budget)));
+    let dense = run(&model, &[&tokens[..32]], &[14], None);
+    for (text, budget) in [("h2o+every", "64"), ("h2o", "64"), ("quest", "64")] {
+        let kept = after(text, budget);
+        assert_eq!(kept.lens, dense.lens, "{text}");
+        assert!(furthest(&kept.logits[0], &dense.logits[0]) < 1e-4, "{text}");
+    }
+    let lens = after("h2o+every", "20").lens;
+    assert!(lens.iter().all(|&len| (19..=21).contains(&len)), "{lens:?}");
+    let sinks = policy("streaming-llm+every");
+    let tokens = |budget: &str, context| sinks.budget_tokens("s", Some(&budget.parse().unwrap()), context, 8, 4);
+    assert!(tokens("4", 4).is_err() && tokens("4", 3).is_err());
+    assert_eq!(tokens("64", 3).unwrap(), 64);
+    assert_eq!(policy("streaming-llm").budget_tokens("s", Some(&"64".parse().unwrap()), 3, 8, 4).unwrap(), 3);
 }
 
 #[test]

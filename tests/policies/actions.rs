@@ -32,7 +32,7 @@ fn cache(arena: &Arena, policy: &str, dtype: DType, width: usize, keys: &[f32], 
 /// Shrinks the only list of a cache.
 fn shrink(arena: &Arena, policy: &str, cache: &mut PagedCache, kept: &[u32], draws: Option<&[f32]>, threads: usize) {
     let rope = cache.shape().head_dim.is_multiple_of(2).then(|| Frequencies::new(cache.shape().head_dim, 10_000.0));
-    let fold = Fold { arena, cpu: cpu(threads), seed: 7, draws, rope: rope.as_ref(), asked: None };
+    let fold = Fold { arena, cpu: cpu(threads), seed: 7, number: 0, draws, rope: rope.as_ref(), asked: None };
     Registry::default().policy(policy).unwrap().shrink(&fold, cache, 0, kept).unwrap();
     assert_eq!(cache.lens(), [kept.len()]);
 }
@@ -108,7 +108,7 @@ fn cam_draws_as_often_as_its_chance() {
         let attention: Vec<f32> = (0..tokens).map(|slot| if slot % 2 == 1 { 4.0 } else { 1.0 }).collect();
         cache.add_attention(0, &attention).unwrap();
         let kept: Vec<u32> = (1..tokens as u32).step_by(2).collect();
-        let fold = Fold { arena: &arena, cpu: cpu(2), seed, draws: None, rope: None, asked: None };
+        let fold = Fold { arena: &arena, cpu: cpu(2), seed, number: 0, draws: None, rope: None, asked: None };
         Registry::default().policy(policy).unwrap().shrink(&fold, &mut cache, 0, &kept).unwrap();
         values(&cache)
     };
@@ -168,7 +168,7 @@ fn accumulate_into_the_later_token_averages_keys_before_rope() {
     assert_near(&keys(&cache), &turned(&mean(&before_rope), &[5]));
     assert_eq!((cache.column(0, 0, Column::Weight), cache.position(0, 0)), (7.0, 5));
 
-    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, draws: None, rope: None, asked: None };
+    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, number: 0, draws: None, rope: None, asked: None };
     cache
         .append(
             tensor(DType::F32, [1, 1, 1, 4], &[1.0; 4]).view(),
@@ -197,7 +197,7 @@ fn turned_keys_stand_at_positions_without_gaps() {
     let places: Vec<_> = (0..3).map(|slot| (rotated.position(0, slot), rotated.origin(0, slot))).collect();
     assert_eq!(places, [(0, 0), (1, 4), (2, 8)]);
     // Without RoPE's base it is refused.
-    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, draws: None, rope: None, asked: None };
+    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, number: 0, draws: None, rope: None, asked: None };
     let policy = Registry::default().policy(policy).unwrap();
     let error = policy.shrink(&fold, &mut rotated, 0, &[0, 1]).unwrap_err();
     assert!(matches!(error, PolicyError::Missing { policy: "rerotate", .. }), "{error}");
@@ -207,7 +207,7 @@ fn turned_keys_stand_at_positions_without_gaps() {
 fn refit(arena: &Arena, policy: &str, cache: &mut PagedCache, kept: &[u32], q: &Tensor, threads: usize) {
     let params = Params::new(cache.shape().head_dim, true);
     let asked = Some(Asked { q: q.view(), list: 0, params });
-    let fold = Fold { arena, cpu: cpu(threads), seed: 0, draws: None, rope: None, asked };
+    let fold = Fold { arena, cpu: cpu(threads), seed: 0, number: 0, draws: None, rope: None, asked };
     // The action itself too where everything stays, which `shrink` spares it.
     let policy = Registry::default().policy(policy).unwrap();
     match kept.len() == cache.lens()[0] {
@@ -293,7 +293,7 @@ fn what_is_refitted_cannot_be_evicted_from_again_or_rotated() {
     // Without queries it says so.
     let arena = Arena::unlimited();
     let mut cache = cache(&arena, "knorm+match", DType::F32, 1, &[0.0; 4], &[0.0; 4]);
-    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, draws: None, rope: None, asked: None };
+    let fold = Fold { arena: &arena, cpu: cpu(1), seed: 0, number: 0, draws: None, rope: None, asked: None };
     let error = Registry::default().policy("knorm+match").unwrap().shrink(&fold, &mut cache, 0, &[0]).unwrap_err();
     assert!(matches!(error, PolicyError::Missing { policy: "match", .. }), "{error}");
 }

@@ -51,8 +51,9 @@ pub(super) fn heads(model: &Model, layer: usize, (q, k): (&TensorView<'_>, &Tens
         let of_group = |kv_head: usize| {
             let mut sums = vec![Vec::new(); model.config.q_heads / kv_heads];
             for &query in &queries {
+                let seen = model.config.windows[layer].map_or(query + 1, |window| window.min(query + 1));
                 softmaxes(model, layer, (q, k), [kv_head, query], cpu, |member, softmax| {
-                    sums[member].push(Head::of(softmax));
+                    sums[member].push(Head::of(softmax, seen));
                 });
             }
             sums.iter().map(|heads| Head::mean(heads)).collect::<Vec<Head>>()
@@ -94,9 +95,9 @@ pub(super) fn softmaxes(
 }
 
 impl Head {
-    /// What one softmax shows.
-    fn of(softmax: &[f64]) -> Head {
-        let seen = softmax.len();
+    /// What one softmax over all tokens up to the query shows, of which the query sees the latest `seen`.
+    fn of(softmax: &[f64], seen: usize) -> Head {
+        let tokens = softmax.len();
         let entropy_nats = -softmax.iter().filter(|p| **p > 0.0).map(|p| p * p.ln()).sum::<f64>();
         let mut sorted = softmax.to_vec();
         sorted.sort_unstable_by(|a, b| b.total_cmp(a));
@@ -104,8 +105,8 @@ impl Head {
         let tokens_for_mass =
             1 + sorted.iter().take_while(|p| (gathered += **p, gathered < MASS).1).count().min(seen - 1);
         Head {
-            first_mass: softmax[..FIRST.min(seen)].iter().sum(),
-            last_mass: softmax[seen.saturating_sub(LAST)..].iter().sum(),
+            first_mass: softmax[..FIRST.min(tokens)].iter().sum(),
+            last_mass: softmax[tokens.saturating_sub(LAST)..].iter().sum(),
             entropy_nats,
             tokens_for_mass: tokens_for_mass as f64,
             fraction_for_mass: tokens_for_mass as f64 / seen as f64,
@@ -148,15 +149,17 @@ mod tests {
 
     #[test]
     fn softmaxes_by_hand() {
-        let even = Head::of(&[0.01; 100]);
+        let even = Head::of(&[0.01; 100], 100);
         assert!((even.entropy_nats - 100f64.ln()).abs() < 1e-9 && (even.first_mass - 0.04).abs() < 1e-12, "{even:?}");
         assert!((even.last_mass - 0.64).abs() < 1e-12 && (even.tokens_for_mass - 90.0).abs() <= 1.0, "{even:?}");
         let mut sink = [0.0; 80];
         (sink[0], sink[79]) = (0.95, 0.05);
-        let sink = Head::of(&sink);
+        let in_window = Head::of(&sink, 16);
+        assert_eq!(in_window, Head { fraction_for_mass: 1.0 / 16.0, ..Head::of(&sink, 80) });
+        let sink = Head::of(&sink, 80);
         assert_eq!((sink.first_mass, sink.tokens_for_mass, sink.fraction_for_mass), (0.95, 1.0, 1.0 / 80.0));
         assert!((sink.last_mass - 0.05).abs() < 1e-12, "{sink:?}");
         // Of one token all is first and last.
-        assert_eq!(Head::of(&[1.0]).first_mass, 1.0);
+        assert_eq!(Head::of(&[1.0], 1).first_mass, 1.0);
     }
 }

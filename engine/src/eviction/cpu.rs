@@ -9,7 +9,8 @@ use crate::device::Cpu;
 use crate::memory::Arena;
 use crate::policy::action::{Asked, Fold};
 use crate::policy::{
-    BeforeRope, Context, Future, PolicyError, Selection, Statistic, gates, select, select_leaving, tie_rate,
+    BeforeRope, Context, Future, PolicyError, Selection, Statistic, gates, list_number, select, select_leaving,
+    tie_rate,
 };
 use crate::tensor::TensorView;
 use std::ops::Range;
@@ -166,15 +167,25 @@ impl Backend for CpuBackend<'_> {
         selection: &Selection,
     ) -> Result<Evicted, PolicyError> {
         let start = Instant::now();
-        let fold =
-            Fold { arena: self.arena, cpu: self.cpu, seed: plan.seed, draws: None, rope: self.rope, asked: None };
+        let fold = Fold {
+            arena: self.arena,
+            cpu: self.cpu,
+            seed: plan.seed,
+            number: 0,
+            draws: None,
+            rope: self.rope,
+            asked: None,
+        };
+        let heads = cache.shape().kv_heads;
+        let sequences = view.lists(cache) / (heads * view.layers);
         let mut tokens = 0;
         for index in 0..view.lists(cache) {
             let (list, kept) = (view.list(cache, index), selection.kept(index));
             let lost = cache.lens()[list] - kept.len();
             if lost > 0 {
                 let asked = Asked { q: view.q, list: index, params: view.params };
-                plan.policy.shrink(&Fold { asked: Some(asked), ..fold }, cache, list, kept)?;
+                let number = list_number(index, heads, sequences, view.layer_numbers);
+                plan.policy.shrink(&Fold { asked: Some(asked), number, ..fold }, cache, list, kept)?;
                 tokens += lost as u64;
             }
         }

@@ -14,6 +14,7 @@ use crate::cache::PagedCache;
 use crate::eviction::{ObservationWindow, Plan, Session, Span, WindowShape, add_cumulative_attention, attention_sums};
 use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Claim};
+use crate::model::config::RopeScaling;
 use crate::model::{Config, ModelError, Repeat};
 use crate::policy::sparse::{KvSelector, Lists};
 use crate::policy::{Averages, Axis, Budget, Decoding, Policy, PolicyError, Reconstruction, Schedule, Statistic};
@@ -82,6 +83,13 @@ impl Eviction<'_> {
         if self.policy.rerotates && self.policy.schedule.decoding != Decoding::Never && recent > 1 {
             return refuse(
                 "it rotates keys and evicts again by queries that were asked before; use 'once', or leave 'rerotate' out",
+            );
+        }
+        let is_dynamic = matches!(config.rope.scaling, RopeScaling::Dynamic { .. });
+        if self.policy.rerotates && self.policy.schedule.decoding != Decoding::Never && is_dynamic {
+            return refuse(
+                "it rotates keys again while decoding, and this model's dynamic RoPE has turned them by frequencies of other \
+                 lengths; use 'once', or leave 'rerotate' out",
             );
         }
         if self.policy.rerotates && config.windows.iter().any(Option::is_some) {

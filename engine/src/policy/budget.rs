@@ -68,6 +68,14 @@ impl Budget {
     /// # Errors
     /// When nothing would stay.
     pub fn tokens(&self, context_tokens: usize, token_bytes: u64, lists: usize) -> Result<usize, BudgetError> {
+        Ok(self.of_all(context_tokens, token_bytes, lists)?.min(context_tokens))
+    }
+
+    /// The same of a context and all that comes behind it: perhaps more than the context.
+    ///
+    /// # Errors
+    /// When nothing would stay.
+    pub fn of_all(&self, context_tokens: usize, token_bytes: u64, lists: usize) -> Result<usize, BudgetError> {
         let tokens = match *self {
             // 0.29 of 100 is 29, of which a product of binary numbers falls short.
             Budget::Fraction(fraction) => {
@@ -78,7 +86,7 @@ impl Budget {
         };
         match tokens {
             0 => Err(BudgetError::Nothing { budget: self.to_string(), context_tokens }),
-            tokens => Ok(tokens.min(context_tokens)),
+            tokens => Ok(tokens),
         }
     }
 }

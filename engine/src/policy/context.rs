@@ -143,6 +143,14 @@ pub struct BeforeRope<'a> {
     pub k: Option<TensorView<'a>>,
 }
 
+/// The number, among those of all layers, of a list that is the `list`-th of those that are scored together: `heads` to each of
+/// `sequences` of each layer, whose numbers are `layer_numbers` where they are not scored together.
+pub fn list_number(list: usize, heads: usize, sequences: usize, layer_numbers: &[usize]) -> usize {
+    let sequence = list / heads;
+    let layer = layer_numbers.get(sequence).copied().unwrap_or(sequence / sequences);
+    (layer * sequences + sequence % sequences) * heads + list % heads
+}
+
 impl<'a> Context<'a> {
     /// Number of lists: `B * Hkv`.
     pub fn lists(&self) -> usize {
@@ -167,8 +175,7 @@ impl<'a> Context<'a> {
 
     /// A list's number among those of all layers, whether these are scored together or one by one.
     pub fn list_number(&self, list: usize) -> usize {
-        let (heads, sequence) = (self.call.shape.kv_heads, list / self.call.shape.kv_heads);
-        (self.layer_number(sequence) * self.sequences() + sequence % self.sequences()) * heads + list % heads
+        list_number(list, self.call.shape.kv_heads, self.sequences(), self.layer_numbers)
     }
 
     /// Sequences of one layer: `B / layers`.

@@ -34,7 +34,7 @@ pub mod sparse;
 pub use assets::{Assets, Axis, Learned, Parameters, PolicyFile};
 pub use budget::{Budget, BudgetError};
 pub use catalogue::{cost_class, describe, markdown};
-pub use context::{BeforeRope, Context, Future, Protect, Reconstruction, Statistic, Weighing};
+pub use context::{BeforeRope, Context, Future, Protect, Reconstruction, Statistic, Weighing, list_number};
 pub use gates::DecidedBy;
 pub use list::{List, each_list};
 use network::Network;

@@ -1,5 +1,6 @@
 //! One eviction step: scores with protected tokens above all others.
 
+use super::Decoding;
 use super::{Budget, BudgetError, Context, Policy, PolicyError, Protect};
 use crate::memory::{Buffer, Label};
 use std::collections::BTreeSet;
@@ -77,7 +78,8 @@ impl Policy {
     }
 
     /// Tokens of a context that each KV head may keep under `budget` on average, or read in a step; all of them for a
-    /// policy that keeps and reads everything.
+    /// policy that keeps and reads everything. It may be more than the context where the policy evicts from, or reads, what
+    /// comes behind it too.
     ///
     /// # Errors
     /// When nothing would stay, fewer than the sinks and one token more, or a budget that means nothing to a KV selection.
@@ -91,15 +93,20 @@ impl Policy {
     ) -> Result<usize, BudgetError> {
         let Some(budget) = budget else { return Ok(context_tokens) };
         if let Some(selection) = &self.selection {
-            let tokens = budget.tokens(context_tokens, token_bytes, lists)?;
+            let tokens = budget.of_all(context_tokens, token_bytes, lists)?;
             let refused = |reason| BudgetError::Selection { budget: budget.to_string(), policy: name.into(), reason };
             selection.check(tokens, context_tokens).map_err(refused)?;
             return Ok(tokens);
         }
         let Some(scorer) = &self.scorer else { return Ok(context_tokens) };
-        let tokens = budget.tokens(context_tokens, token_bytes, lists)?;
+        // What comes behind the context counts where it is evicted from too.
+        let is_of_all = matches!(self.schedule.decoding, Decoding::EverySteps(_));
+        let tokens = match is_of_all {
+            true => budget.of_all(context_tokens, token_bytes, lists)?,
+            false => budget.tokens(context_tokens, token_bytes, lists)?,
+        };
         let sink = scorer.protect(tokens).sink;
-        if tokens <= sink && tokens < context_tokens {
+        if tokens <= sink && (is_of_all || tokens < context_tokens) {
             return Err(BudgetError::Sinks { budget: budget.to_string(), tokens, policy: name.into(), sink });
         }
         Ok(tokens)

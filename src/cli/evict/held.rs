@@ -45,7 +45,7 @@ impl Held<'_> {
         }
         let mut cache = self.cache()?;
         let (draws, rope) = (extra.draws.as_deref(), extra.rope.as_ref());
-        let fold = Fold { arena: self.arena, cpu: self.call.cpu, seed, draws, rope, asked: None };
+        let fold = Fold { arena: self.arena, cpu: self.call.cpu, seed, number: 0, draws, rope, asked: None };
         for list in 0..cache.shape().lists() {
             if let Some(received) = &retained.accumulated {
                 let kv_len = self.call.shape.kv_len;
@@ -53,7 +53,7 @@ impl Held<'_> {
             }
             let asked = Asked { q: self.call.q, list, params: self.call.params };
             self.policy.shrink(
-                &Fold { asked: Some(asked), ..fold },
+                &Fold { asked: Some(asked), number: list, ..fold },
                 &mut cache,
                 list,
                 retained.selection.kept(list),

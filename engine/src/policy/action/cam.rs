@@ -67,7 +67,7 @@ impl Action for Cam {
         // The sum of gap `g`, which ends at `kept[g]`, is row `g % most`.
         let (gaps, row) = scratch.split_at_mut(most * width);
         let mut rng = ChaCha8Rng::seed_from_u64(fold.seed);
-        rng.set_stream(list as u64);
+        rng.set_stream(fold.number as u64);
         let mut draw = |position: usize| match fold.draws {
             Some(draws) => draws[position],
             None => {

@@ -27,6 +27,9 @@ pub struct Fold<'a> {
     pub cpu: &'a Cpu,
     /// Seed of the cell.
     pub seed: u64,
+    /// The list's number among those of all layers ([`list_number`](crate::policy::list_number)): what is drawn for it does not
+    /// depend on what else lies in the cache.
+    pub number: usize,
     /// Numbers in `0 .. 1` by position, in place of drawn ones.
     pub draws: Option<&'a [f32]>,
     /// RoPE's frequencies, to rotate keys; `None` where the inputs do not tell.

@@ -4,8 +4,8 @@
 //! KVzip (arXiv 2505.23416) scores so, but over the queries of a model that repeats the context, each of which sees the
 //! whole of it: that is `kvzip`. This scorer needs no model: it takes the context's own queries, all of them or the `last` ones. Under a
 //! causal mask early queries see few tokens, so that with `last=all` early tokens score high for want of rivals (the
-//! first one has 1 from itself); the last queries come closer to what KVzip asks. Between decode steps and after prefill
-//! chunks only as many queries are at hand as `last` says, one if it is `all`.
+//! first one has 1 from itself); the last queries come closer to what KVzip asks. Behind a prefill
+//! chunk all of its queries are at hand; between decode steps as many as `last` says, one if it is `all`.
 
 use super::snapkv::recent_columns;
 use crate::attention::Shape;

@@ -56,7 +56,8 @@ impl Think {
     fn channels(&self, width: usize, budget_tokens: usize, context_tokens: usize) -> usize {
         match self.ratio {
             Some(ratio) => width - (width as f64 * ratio) as usize,
-            None => (width * budget_tokens / context_tokens).clamp(1, width),
+            // The budget is whole tokens already: to the nearest, that its fraction of the context is not rounded down again.
+            None => ((width * budget_tokens + context_tokens / 2) / context_tokens).clamp(1, width),
         }
     }
 }
