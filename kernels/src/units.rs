@@ -85,8 +85,13 @@ pub fn parse_tokens(text: &str) -> Result<usize, String> {
         Some(digits) => (digits, if lower.ends_with('k') { 10 } else { 20 }),
         None => (lower.as_str(), 0),
     };
+    let many = || format!("{text} tokens are more than 2^40");
     let count: usize = digits.parse().map_err(|_| wrong())?;
-    count.checked_mul(1 << shift).filter(|&count| count > 0 && count <= 1 << 40).ok_or_else(wrong)
+    match count.checked_mul(1 << shift) {
+        Some(0) => Err(wrong()),
+        Some(count) if count <= 1 << 40 => Ok(count),
+        _ => Err(many()),
+    }
 }
 
 /// Reads `8GiB`, `64MiB`, `512KiB`, `1024B`, or decimal `8GB`, as bytes.

@@ -236,11 +236,13 @@ impl Allocator for Caching {
     fn take(&mut self, block: usize, bytes: u64, _: &str) {
         let bytes = bytes.next_multiple_of(ROUND);
         let is_small = bytes <= SMALL;
-        let (pool, segment, least) = match (is_small, bytes < MIDDLE) {
-            (true, _) => (&mut self.small, SMALL_SEGMENT, ROUND),
-            (false, true) => (&mut self.large, MIDDLE_SEGMENT, SMALL + 1),
-            (false, false) => (&mut self.large, bytes.next_multiple_of(SMALL_SEGMENT), SMALL + 1),
+        let (pool, segment) = match (is_small, bytes < MIDDLE) {
+            (true, _) => (&mut self.small, SMALL_SEGMENT),
+            (false, true) => (&mut self.large, MIDDLE_SEGMENT),
+            (false, false) => (&mut self.large, bytes.next_multiple_of(SMALL_SEGMENT)),
         };
+        // Its `should_split`.
+        let least = if is_small || self.expandable { ROUND } else { SMALL + 1 };
         let page = if is_small { SMALL_SEGMENT } else { MIDDLE_SEGMENT };
         let at = pool.fitting(bytes).unwrap_or_else(|| match self.expandable {
             true => pool.extend(bytes, page),

@@ -131,7 +131,7 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
         let change = |scenario: &mut Scenario<'a>| scenario.attention = Attention::Tiled;
         add("attention", "tiled attention".into(), Loss::None, Box::new(change));
     }
-    for chunk in [2048, 512].into_iter().filter(|&chunk| chunk < scenario.pass_tokens(scenario.context)) {
+    for chunk in [2048, 512].into_iter().filter(|&chunk| chunk < scenario.pass_tokens(super::search::MOST)) {
         let change = move |scenario: &mut Scenario<'a>| scenario.chunk = Some(chunk);
         add("chunk", format!("prefill in chunks of {chunk}"), Loss::None, Box::new(change));
     }
@@ -154,6 +154,7 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
                 policy: policy.into(),
                 budget: budget.parse::<Budget>()?,
                 chunk_tokens: built.schedule.chunk_tokens.map(|tokens| tokens as u64),
+                decoding: built.schedule.decoding,
                 selects: false,
             };
             let change = move |scenario: &mut Scenario<'a>| scenario.eviction = Some(eviction.clone());

@@ -143,6 +143,9 @@ fn shape_of(fields: &Fields<'_>, map: &Map<String, Value>, name: &str) -> Result
     };
     let shape = [layers, hidden, heads, kv_heads, head_dim, need("intermediate_size")?, vocab];
     let bias = fields.flag("attention_bias")?;
+    if fields.flag("mlp_bias")? {
+        return Err(fields.refuse("mlp_bias", "it must be false: biases of MLPs are not counted"));
+    }
     Ok(Architecture {
         context,
         tied,
@@ -195,9 +198,22 @@ fn divided(hidden: usize, heads: usize) -> Result<usize, String> {
     }
 }
 
+/// The kinds of the layers, where they are told.
+fn kinds<'a>(fields: &Fields<'a>, layers: usize) -> Result<Option<Vec<&'a str>>, String> {
+    const KINDS: [&str; 3] = ["full_attention", "sliding_attention", "linear_attention"];
+    let Some(kinds) = fields.texts("layer_types")? else { return Ok(None) };
+    if kinds.len() != layers {
+        return Err(format!("layer_types has {} entries for {layers} layers", kinds.len()));
+    }
+    match kinds.iter().find(|kind| !KINDS.contains(kind)) {
+        Some(kind) => Err(format!("layer_types names '{kind}'; known: {}", KINDS.join(", "))),
+        None => Ok(Some(kinds)),
+    }
+}
+
 /// The layers that see a window.
 fn window(fields: &Fields<'_>, family: &str, layers: usize) -> Result<Option<Window>, String> {
-    let named = fields.texts("layer_types")?;
+    let named = kinds(fields, layers)?;
     let Some(tokens) = fields.count("sliding_window")? else { return Ok(None) };
     let counted = named.map(|types| types.iter().filter(|kind| **kind == "sliding_attention").count());
     let layers = match (family, counted) {
@@ -227,6 +243,12 @@ fn experts(fields: &Fields<'_>, family: &str) -> Result<Option<Experts>, String>
         _ => return Ok(None),
     };
     let need = |key| fields.needed(key, fields.count(key)?);
+    if fields.count("decoder_sparse_step")?.is_some_and(|step| step != 1) {
+        return Err(fields.refuse("decoder_sparse_step", "it must be 1: experts in every layer"));
+    }
+    if fields.value("mlp_only_layers").is_some_and(|layers| layers.as_array().is_none_or(|layers| !layers.is_empty())) {
+        return Err(fields.refuse("mlp_only_layers", "it must be []: experts in every layer"));
+    }
     let ffn = need(ffn)?;
     let next = family == "Qwen3NextForCausalLM";
     let (shared, dense_layers) = match family {
@@ -266,7 +288,7 @@ fn mla(fields: &Fields<'_>) -> Result<Mla, String> {
 
 fn linear(fields: &Fields<'_>, layers: usize) -> Result<Linear, String> {
     let need = |key| fields.needed(key, fields.count(key)?);
-    let full = match fields.texts("layer_types")? {
+    let full = match kinds(fields, layers)? {
         Some(types) => types.iter().filter(|kind| **kind == "full_attention").count(),
         None => layers / need("full_attention_interval")?,
     };

@@ -82,12 +82,12 @@ impl Scenario<'_> {
 
     fn prefill_s(&self, gpu: &Gpu, bandwidth: f64, operations: f64, link: f64) -> f64 {
         let shape = &self.subject.architecture;
-        let tokens = (self.batch * self.context) as f64;
+        let tokens = self.batch as f64 * self.context as f64;
         let passes = self.context.div_ceil(self.pass_tokens(self.context)) as f64;
         let eight = self.weights.is_some_and(|format| format.name == "fp8");
         let faster = gpu.fp8_tflops.filter(|_| eight).map_or(1.0, |fp8| fp8 / gpu.tflops);
         let products = 2.0 * self.subject.active_parameters as f64 * tokens / (operations * faster);
-        let reads = passes * self.read_bytes(self.batch * self.pass_tokens(self.context)) / bandwidth;
+        let reads = passes * self.read_bytes(self.batch.saturating_mul(self.pass_tokens(self.context))) / bandwidth;
         let all = self.context as f64;
         let layers = self.subject.groups.iter().map(|group| (group.layers as f64, group.window));
         let pairs = match self.attention {

@@ -129,11 +129,13 @@ impl Scale<'_> {
             ((b + (b * b + 4.0 * c * a).sqrt()) / (2.0 * c)).ceil() as u64
         };
         let ring_least_tokens = [least(1.0, kv, 1.0), least(3.5, 2.0 * kv + sums, 2.0)];
-        let doubled = std::iter::successors(Some(2), |ranks| Some(2 * ranks)).take_while(|&ranks| ranks <= MOST_RANKS);
+        // Messages take longer with more cards, and reading takes less.
+        let ranks: Vec<u64> = (2..=MOST_RANKS).collect();
+        let first = ranks.partition_point(|&ranks| self.tree_ns(ranks) <= self.read_ns(ranks));
         Turns {
             ring_least_tokens,
             ring_most_ranks: ring_least_tokens.map(|tokens| Some(self.context / tokens).filter(|&ranks| ranks > 1)),
-            tree_ranks: doubled.into_iter().find(|&ranks| self.tree_ns(ranks) > self.read_ns(ranks)),
+            tree_ranks: ranks.get(first).copied(),
         }
     }
 
@@ -156,7 +158,8 @@ impl Scale<'_> {
         match ranks.iter().find(|&&ranks| ranks == 0 || ranks > most) {
             Some(&ranks) => wrong("--ranks", ranks, format!("it must be 1 to {most} with this context")),
             None if self.layers() == 0 => {
-                wrong("--model", 0, "it must have layers that attend to the whole context; this one has none".into())
+                let expected = "it must have layers that attend to the whole context; this one has none".into();
+                Err(PlanError::Value { what: "--model", value: self.subject.name.clone(), expected })
             }
             None => Ok(()),
         }
@@ -219,7 +222,7 @@ impl Scale<'_> {
         // An unnormalised output in f32, a maximum and a sum for each head.
         let bytes = 4 * shape.heads as u64 * (shape.head_dim as u64 + 2);
         let inside = tree_depth(ranks.min(self.node_cards)) as f64;
-        let between = tree_depth(ranks) as f64 - inside;
+        let between = tree_depth(ranks.div_ceil(self.node_cards)) as f64;
         let hop = |us: f64, gb_per_s: f64| Link::new(us * 1e3, gb_per_s * 1e9).ns(bytes);
         let levels = inside * hop(self.inner(&SHORT), self.gpu.peer_gb_per_s())
             + between * hop(SHORT.network_us, self.network.gb_per_s);

@@ -9,7 +9,7 @@ use super::kv::KvStore;
 use super::presets::Gpu;
 use super::source::Subject;
 use super::weights::WeightFormat;
-use crate::policy::Budget;
+use crate::policy::{Budget, Decoding};
 
 /// Bytes of the context and libraries of a process on a GPU, unless they are measured: 0.5 GB.
 pub const DEFAULT_OVERHEAD: u64 = 500_000_000;
@@ -106,6 +106,8 @@ pub struct Eviction {
     pub budget: Budget,
     /// Tokens of a prefill chunk, back to the budget after each; `None`: after the whole prompt.
     pub chunk_tokens: Option<u64>,
+    /// When it evicts while decoding.
+    pub decoding: Decoding,
     /// Whether a policy that selects what is read, and gives nothing back.
     pub selects: bool,
 }
@@ -131,6 +133,8 @@ pub struct Scenario<'a> {
     pub output: u64,
     /// Tokens of a sequence that go through the model together; `None`: all.
     pub chunk: Option<u64>,
+    /// Tokens of all sequences that go through the model together; `None`: all.
+    pub step: Option<u64>,
     /// Attention.
     pub attention: Attention,
     /// Logits.
@@ -223,10 +227,17 @@ impl Bytes {
 }
 
 impl Scenario<'_> {
+    /// Tokens of all sequences that go through the model together.
+    fn pass_rows(&self, context: u64) -> u64 {
+        let evicting = self.eviction.as_ref().and_then(|eviction| eviction.chunk_tokens);
+        let own = [self.chunk, evicting].into_iter().flatten().fold(context, u64::min).max(1);
+        let rows = self.batch.saturating_mul(own);
+        self.step.map_or(rows, |step| rows.min(step.max(self.batch)))
+    }
+
     /// Tokens of each sequence that go through the model together.
     pub fn pass_tokens(&self, context: u64) -> u64 {
-        let evicting = self.eviction.as_ref().and_then(|eviction| eviction.chunk_tokens);
-        [self.chunk, evicting].into_iter().flatten().fold(context, u64::min).max(1)
+        self.pass_rows(context).div_ceil(self.batch)
     }
 
     /// Sequences that are held and decoded together.
@@ -242,6 +253,20 @@ impl Scenario<'_> {
         let Some(eviction) = self.eviction.as_ref().filter(|eviction| !eviction.selects) else { return Ok(context) };
         let budget = eviction.budget;
         Ok(budget.tokens(context as usize, self.kv_token_bytes(), self.held() as usize)? as u64)
+    }
+
+    /// Most tokens that a list holds while the output is decoded behind a context: how many leave with a delayed eviction
+    /// depends on the text, so that none are taken to.
+    fn decoded(&self, context: u64) -> Result<u64, PlanError> {
+        let all = self.retained(context)? + self.output;
+        match self.eviction.as_ref().filter(|eviction| !eviction.selects) {
+            Some(Eviction { decoding: Decoding::EverySteps(steps), budget, .. }) => {
+                // The budget counts the output too.
+                let budget = budget.of_all(context as usize, self.kv_token_bytes(), self.held() as usize)? as u64;
+                Ok(all.min(budget.saturating_add(*steps as u64)))
+            }
+            _ => Ok(all),
+        }
     }
 
     /// Bytes of a token of a sequence in all layers, windows aside.
@@ -264,19 +289,24 @@ impl Scenario<'_> {
         (held, room)
     }
 
-    /// What the fullest card holds of a group: whole layers, and whole KV heads as far as there are any; a compressed row
-    /// is held by every card.
-    fn on_card(&self, group: &KvGroup) -> KvGroup {
-        KvGroup {
-            layers: group.layers.div_ceil(self.pipeline as usize),
-            heads: group.heads.div_ceil(self.tensor_parallel as usize),
-            ..*group
-        }
+    /// What the fullest card holds: whole layers, no more than its stage has and those without a window first, and whole KV
+    /// heads as far as there are any; a compressed row is held by every card.
+    fn on_card(&self) -> Vec<KvGroup> {
+        let stages = self.pipeline as usize;
+        let mut left = self.subject.layers.div_ceil(stages);
+        let mut groups: Vec<&KvGroup> = self.subject.groups.iter().collect();
+        groups.sort_by_key(|group| group.window.is_some());
+        let mut here = |group: &KvGroup| {
+            let layers = group.layers.div_ceil(stages).min(left);
+            left -= layers;
+            KvGroup { layers, heads: group.heads.div_ceil(self.tensor_parallel as usize), ..*group }
+        };
+        groups.into_iter().map(&mut here).collect()
     }
 
     /// Bytes of a token of a sequence on the fullest card, windows aside.
     pub fn card_token_bytes(&self) -> u64 {
-        self.subject.groups.iter().map(|group| self.kv.token_bytes(&self.on_card(group))).sum()
+        self.on_card().iter().map(|group| self.kv.token_bytes(group)).sum()
     }
 
     /// Bytes of a sequence's recurrent states on a card.
@@ -286,7 +316,7 @@ impl Scenario<'_> {
 
     /// Adds a cache whose lists hold `tokens` of each sequence, at `context` tokens of each.
     fn add_cache(&self, to: &mut Bytes, tokens: u64, context: u64) {
-        for group in self.subject.groups.iter().map(|group| self.on_card(group)) {
+        for group in self.on_card() {
             let (held, room) = self.tokens(tokens, context, group.window);
             let token = u128::from(self.kv.token_bytes(&group)) * u128::from(self.held());
             to.kv += token * u128::from(held);
@@ -327,36 +357,36 @@ impl Scenario<'_> {
         if self.weights.is_some_and(|format| format.name == "fp32") { 4 } else { 2 }
     }
 
-    /// Bytes of the rows of a pass: `elements` of each token.
-    fn rows(&self, tokens: u64, elements: u64) -> u128 {
-        u128::from(self.batch) * u128::from(tokens) * u128::from(elements) * u128::from(self.compute_bytes())
+    /// Bytes of the rows of a pass: `elements` of each.
+    fn row_bytes(&self, rows: u64, elements: u64) -> u128 {
+        u128::from(rows) * u128::from(elements) * u128::from(self.compute_bytes())
     }
 
-    fn logit_bytes(&self, tokens: u64) -> u128 {
+    fn logit_bytes(&self, rows: u64) -> u128 {
         let (rows, bytes) = match self.logits {
-            Logits::Last => (1, 4),
-            Logits::All => (tokens, self.compute_bytes() + 4),
+            Logits::Last => (self.batch, 4),
+            Logits::All => (rows, self.compute_bytes() + 4),
         };
-        u128::from(self.batch) * u128::from(rows) * u128::from(bytes) * self.subject.vocab as u128
+        u128::from(rows) * u128::from(bytes) * self.subject.vocab as u128
     }
 
-    /// The larger of the two moments of a pass of `tokens` of each sequence over `keys` keys, whose cache `base` holds.
-    fn pass(&self, base: Bytes, tokens: u64, keys: u64) -> Bytes {
+    /// The larger of the two moments of a pass of `rows` tokens of all sequences over `keys` keys, whose cache `base` holds.
+    fn pass(&self, base: Bytes, rows: u64, keys: u64) -> Bytes {
         let subject = self.subject;
-        let pairs = u128::from(self.batch) * u128::from(tokens) * u128::from(keys);
+        let pairs = u128::from(rows) * u128::from(keys);
         let heads = (subject.heads as u64).div_ceil(self.tensor_parallel);
         let scores = pairs * u128::from(heads) * u128::from(self.attention.score_bytes());
         let stream = 2 * subject.hidden as u64;
         let inner = (subject.activation_elements - stream).div_ceil(self.tensor_parallel);
         let workspace = match &self.eviction {
             Some(eviction) if !eviction.selects => {
-                let lists = subject.groups.iter().map(|group| self.on_card(group).heads).max().unwrap_or(0);
+                let lists = self.on_card().iter().map(|group| group.heads).max().unwrap_or(0);
                 4 * u128::from(self.batch) * lists as u128 * u128::from(keys)
             }
             _ => 0,
         };
-        let inside = Bytes { scores, activations: self.rows(tokens, stream + inner), workspace, ..base };
-        let output = Bytes { activations: self.rows(tokens, stream), logits: self.logit_bytes(tokens), ..base };
+        let inside = Bytes { scores, activations: self.row_bytes(rows, stream + inner), workspace, ..base };
+        let output = Bytes { activations: self.row_bytes(rows, stream), logits: self.logit_bytes(rows), ..base };
         if inside.total() >= output.total() { inside } else { output }
     }
 
@@ -380,12 +410,12 @@ impl Scenario<'_> {
                 let chunked = self.eviction.as_ref().is_some_and(|eviction| eviction.chunk_tokens.is_some());
                 let held = if chunked { context.min(self.retained(context)? + pass) } else { context };
                 self.add_cache(&mut base, held, context);
-                Ok(self.pass(base, pass, held))
+                Ok(self.pass(base, self.pass_rows(context), held))
             }
             Phase::Decode => {
-                let held = self.retained(context)? + self.output;
+                let held = self.decoded(context)?;
                 self.add_cache(&mut base, held, context);
-                Ok(Scenario { batch: self.held(), ..self.clone() }.pass(base, 1, held))
+                Ok(Scenario { batch: self.held(), ..self.clone() }.pass(base, self.held(), held))
             }
         }
     }
@@ -456,7 +486,8 @@ impl Scenario<'_> {
         }
         if matches!(self.eviction, Some(Eviction { budget: Budget::Bytes(_), .. })) && self.kv_token_bytes() == 0 {
             let none = "no layer of this model has keys and values; a budget in bytes has nothing to be divided by";
-            return wrong("--budget", 0, none.into());
+            let value = self.eviction.as_ref().map_or(String::new(), |eviction| eviction.budget.to_string());
+            return Err(PlanError::Value { what: "--budget", value, expected: none.into() });
         }
         self.kv.check(&self.subject.groups)?;
         if self.peak(self.context)?.1.total() > 1 << 60 {

@@ -49,7 +49,8 @@ impl Scenario<'_> {
     /// # Errors
     /// When the budget leaves no token.
     pub fn max_batch(&self) -> Result<Option<u64>, PlanError> {
-        let mut scenario = self.clone();
+        // All are read and held together.
+        let mut scenario = Scenario { concurrency: 1, ..self.clone() };
         last(|batch| {
             scenario.batch = batch;
             // Bytes are shared by a batch: where they leave no token to a sequence, so many sequences do not fit.

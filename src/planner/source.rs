@@ -38,11 +38,19 @@ impl Parts {
         self.outside + self.layers
     }
 
-    /// The larger of what the first and the last stage of a pipeline hold besides blocks. The last needs the embedding again
-    /// where it is the output matrix too.
+    /// What the first stage of a pipeline holds besides blocks.
+    pub fn first_end(self) -> u64 {
+        self.outside - self.last
+    }
+
+    /// What the last does. It needs the embedding again where it is the output matrix too.
+    pub fn last_end(self, tied: bool) -> u64 {
+        if tied { self.outside } else { self.last }
+    }
+
+    /// The larger of the two.
     pub fn fullest_end(self, tied: bool) -> u64 {
-        let embedding = self.outside - self.last;
-        embedding.max(if tied { self.outside } else { self.last })
+        self.first_end().max(self.last_end(tied))
     }
 }
 

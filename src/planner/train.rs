@@ -6,7 +6,7 @@
 //! keeps for its backward pass, with nothing recomputed, attention recomputed, or everything.
 
 use super::PlanError;
-use super::source::Subject;
+use super::source::{Parts, Subject};
 use super::weights::WeightFormat;
 use serde::Serialize;
 
@@ -189,7 +189,26 @@ pub fn gpt_bytes_per_token(
     }
 }
 
+/// A card's place in a pipeline.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Only,
+    First,
+    Last,
+}
+
 impl Training<'_> {
+    /// Bytes of what is trained, by parameter. Adapters are kept in f32 and are their own master copy.
+    pub fn updated(&self) -> Optimizer {
+        match self.adapters {
+            None => self.optimizer,
+            Some(_) => {
+                let states = self.optimizer.states.saturating_sub(4);
+                Optimizer { parameter: 4, gradient: 4, states, ..self.optimizer }
+            }
+        }
+    }
+
     /// Bytes that a block keeps of a token.
     fn block_bytes_per_token(&self) -> f64 {
         let shape = &self.subject.architecture;
@@ -228,37 +247,58 @@ impl Training<'_> {
         }
     }
 
-    /// Bytes of a card.
+    /// Bytes of the fullest card. Of a pipeline's stages the first has the embedding and keeps activations of as many
+    /// micro-batches as there are stages, the last has the output matrix and the logits.
     pub fn spent(&self) -> Spent {
+        let stages = if self.pipeline == 1 { &[Stage::Only][..] } else { &[Stage::First, Stage::Last] };
+        let spent = stages.iter().map(|&stage| self.spent_by(stage));
+        spent.max_by_key(Spent::total).expect("a stage")
+    }
+
+    /// What a stage holds of parameters or of their bytes: layers as far as any stage has them, and what is outside of blocks at
+    /// its end.
+    fn of_stage(&self, whole: Parts, stage: Stage) -> u64 {
+        let layers = self.subject.layers as u64;
+        let here = whole.layers.div_ceil(layers) * layers.div_ceil(self.pipeline);
+        match stage {
+            Stage::Only => whole.total(),
+            Stage::First => here + whole.first_end(),
+            Stage::Last => here + whole.last_end(self.subject.architecture.tied),
+        }
+    }
+
+    fn spent_by(&self, stage: Stage) -> Spent {
         let shape = &self.subject.architecture;
-        let held_by = self.tensor_parallel * self.pipeline;
-        let states =
-            |parameters: u64, optimizer| states(parameters.div_ceil(held_by), optimizer, self.zero, self.data_parallel);
+        let states = |parameters: Parts, optimizer| {
+            let here = self.of_stage(parameters, stage).div_ceil(self.tensor_parallel);
+            states(here, optimizer, self.zero, self.data_parallel)
+        };
         let largest = (0..shape.layers).map(|layer| shape.layer(layer).block()).max().unwrap_or(0);
         let largest = largest.max((shape.vocab * shape.hidden) as u64) / self.tensor_parallel;
         let ([parameter, gradient, optimizer], unit) = match self.adapters {
-            None => (states(self.subject.parameters, self.optimizer), 4 * largest),
+            None => {
+                let outside = shape.outside();
+                let last = outside.head + outside.vectors;
+                let outside = outside.embedding + last;
+                let all = Parts { outside, last, layers: self.subject.parameters - outside };
+                (states(all, self.optimizer), 4 * largest)
+            }
             Some(Adapters { rank, base }) => {
-                // Kept in f32 they are their own master copy.
-                let own = Optimizer {
-                    parameter: 4,
-                    gradient: 4,
-                    states: self.optimizer.states.saturating_sub(4),
-                    ..self.optimizer
-                };
-                let [parameter, gradient, optimizer] = states(adapter_parameters(self.subject, rank), own);
-                let base = self.subject.weight_bytes(Some(base)).total();
-                let shared = held_by * if self.zero >= 3 { self.data_parallel } else { 1 };
+                let own = Parts { layers: adapter_parameters(self.subject, rank), ..Parts::default() };
+                let [parameter, gradient, optimizer] = states(own, self.updated());
+                let base = self.subject.weight_bytes(Some(base));
+                let shared = self.tensor_parallel * if self.zero >= 3 { self.data_parallel } else { 1 };
                 // A frozen unit has no gradients, and comes as it is kept.
-                let unit = u128::from(base) * u128::from(largest) / u128::from(self.subject.parameters);
-                ([parameter + base.div_ceil(shared), gradient, optimizer], unit as u64)
+                let unit = u128::from(base.total()) * u128::from(largest) / u128::from(self.subject.parameters);
+                ([parameter + self.of_stage(base, stage).div_ceil(shared), gradient, optimizer], unit as u64)
             }
         };
         let comes = self.zero >= 3 && self.data_parallel > 1 || self.offload == Offload::All;
         let gathered_bytes = if comes { unit } else { 0 };
         let tokens = (self.micro_batch * self.context) as f64;
-        // A pipeline's first stage holds as many micro-batches as there are stages: layers of one card times stages.
-        let kept = tokens * shape.layers as f64 * self.block_bytes_per_token();
+        let layers = (shape.layers as u64).div_ceil(self.pipeline);
+        let micro_batches = if stage == Stage::First { self.pipeline } else { 1 };
+        let kept = tokens * (layers * micro_batches) as f64 * self.block_bytes_per_token();
         // The block that is being computed again holds all that it needs for its backward pass, its scores too.
         let with = |recompute| Training { recompute, ..self.clone() }.block_bytes_per_token();
         let one_more = tokens
@@ -267,7 +307,10 @@ impl Training<'_> {
                 Recompute::Selective => with(Recompute::None) - with(Recompute::Selective),
                 Recompute::Full => with(Recompute::None),
             };
-        let loss = 10.0 * tokens * shape.vocab as f64 / self.tensor_parallel as f64;
+        let loss = match stage {
+            Stage::First => 0.0,
+            Stage::Only | Stage::Last => 10.0 * tokens * shape.vocab as f64 / self.tensor_parallel as f64,
+        };
         // What is offloaded is shared out from stage 1 on: a card keeps and moves the gradients of its own part.
         let owned =
             |bytes: u64, from| if (1..from).contains(&self.zero) { bytes.div_ceil(self.data_parallel) } else { bytes };

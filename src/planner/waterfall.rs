@@ -172,8 +172,9 @@ impl Scenario<'_> {
         let tokens = if phase == Phase::Decode { 1 } else { self.pass_tokens(self.context) };
         let n = |count: u64| grouped(u128::from(count));
         let bounded = |growth| if self.is_bounded() { Growth::Constant } else { growth };
-        let rows =
-            if self.chunk.is_some() || phase == Phase::Decode { Growth::Constant } else { bounded(Growth::Linear) };
+        // Whether a pass of a context twice as long has more rows.
+        let is_whole = self.pass_tokens(2 * self.context) > self.pass_tokens(self.context);
+        let rows = if is_whole && phase != Phase::Decode { bounded(Growth::Linear) } else { Growth::Constant };
         let times = if batch > 1 { format!(" x {batch} sequences") } else { String::new() };
         let cards = if self.tensor_parallel * self.pipeline > 1 { " of the fullest card" } else { "" };
         match term {
@@ -269,7 +270,11 @@ impl Scenario<'_> {
                     Allocation::Paged(page) => (format!("pages of {page} tokens{times}"), Growth::Constant),
                     Allocation::Reserved(most) => {
                         let most = most.unwrap_or(self.context + self.output);
-                        (format!("{} tokens reserved{times}", n(most)), Growth::Constant)
+                        // Room for all of a context, of which a policy retains a part.
+                        let evicts = self.eviction.as_ref().is_some_and(|eviction| !eviction.selects);
+                        let grows = evicts && matches!(self.allocation, Allocation::Reserved(None));
+                        let growth = if grows { Growth::Linear } else { Growth::Constant };
+                        (format!("{} tokens reserved{times}", n(most)), growth)
                     }
                 };
                 ("room for tokens that is taken and empty", numbers, Known::Formula, growth)

@@ -94,6 +94,59 @@ fn the_fullest_card_of_several_is_counted() {
     assert!(json("--model qwen3-next-80b-a3b --gpu h200 --tensor-parallel 2")["fits"].is_boolean());
 }
 
+/// What is retained is counted by the policy's own schedule, and tokens of a step are shared by all sequences that it reads.
+#[test]
+fn schedules_and_steps_are_those_of_the_policy_and_the_program() {
+    let decode = |policy: &str| {
+        let asked = format!("--model llama-3-8b --gpu h100 --budget 512 --output-tokens 4k --policy {policy}");
+        let plan = json(&asked);
+        let terms = plan["terms"].as_array().unwrap().clone();
+        terms.iter().find(|term| term["term"] == "kv").unwrap()["decode_bytes"].as_u64().unwrap() / 131_072
+    };
+    assert_eq!(["h2o", "h2o+every:steps=64", "h2o+every:steps=8000"].map(decode), [4608, 576, 4608]);
+    let asked = "--model llama-3-8b --gpu a100-80gb --context 8k --profile";
+    for (profile, naive) in [("vllm", 0), ("llama.cpp", 4 * 32 * 512 * 8192)] {
+        let most = json(&format!("max-batch {asked} {profile}"))["max_batch"].as_u64().unwrap();
+        let at = |batch: u64| json(&format!("{asked} {profile} --batch {batch}"));
+        assert_eq!([most, most + 1].map(|batch| at(batch)["fits"].clone()), [true, false], "{profile}");
+        let terms = at(8)["terms"].as_array().unwrap().clone();
+        let scores = terms
+            .iter()
+            .find(|term| term["term"] == "scores")
+            .map_or(0, |term| term["prefill_bytes"].as_u64().unwrap());
+        assert_eq!(scores, naive, "{profile}");
+    }
+    // Chunks help a longer context than the one that was asked for.
+    let short = json("--model llama-3-8b --gpu rtx-4090 --context 512");
+    let named = |name: &str| short["levers"].as_array().unwrap().iter().any(|lever| lever["lever"] == name);
+    assert!(named("prefill in chunks of 512") && named("prefill in chunks of 2048"));
+    // A node that is not a power of two is left over the network all the same.
+    let sent = |node: u64| {
+        json(&format!("scale --model llama-3-8b --gpu h100 --ranks 8 --per-node {node}"))["on"][0]["tree_send_ns"]
+            .as_f64()
+            .unwrap()
+    };
+    assert!(sent(5) > 1.05 * sent(8), "{} {}", sent(5), sent(8));
+}
+
+/// Of a pipeline's stages the fullest is counted: its end of the model, and what it keeps.
+#[test]
+fn training_counts_the_fullest_stage() {
+    let spent = |asked: &str| json(&format!("train --model gemma-2-9b --gpu h100 {asked}"));
+    let of = |spent: &serde_json::Value, what: &str| spent[what].as_u64().unwrap();
+    let (whole, stages) =
+        (spent("--context 512 --recompute full"), spent("--context 512 --recompute full --pipeline 42"));
+    // The embedding is the output matrix: the last stage holds it, one block and the norm, and makes the logits.
+    let (table, norm) = (256_000 * 3584_u64, 3584);
+    let block = (of(&whole, "parameter_bytes") / 2 - table - norm).div_ceil(42);
+    assert_eq!(of(&stages, "parameter_bytes"), 2 * (table + norm + block));
+    assert_eq!(of(&stages, "loss_bytes"), of(&whole, "loss_bytes"));
+    // With long sequences the first stage keeps more: an input of each of its blocks for 42 micro-batches, and has no logits.
+    let first = spent("--pipeline 42 --context 8192 --recompute none");
+    assert_eq!(of(&first, "loss_bytes"), 0);
+    assert_eq!(spent("--context 512 --adapters 16 --pipeline 2")["optimizer"]["states"], 8);
+}
+
 /// A context that is too short for a fraction of it is asked for whether there is room, and never counts as one that fits.
 #[test]
 fn budgets_that_leave_nothing_do_not_make_room() {
@@ -159,7 +212,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("--model llama-3-8b --gpu=-5GiB", "'-5GiB' is not an amount of memory"),
         ("--model llama-3-8b --gpu h100 --context 0", "'0' is not a token count"),
         ("--model llama-3-8b --gpu h100 --context -1", "'-1' is not a token count"),
-        ("--model llama-3-8b --gpu h100 --context 9999999999999999", "is not a token count"),
+        ("--model llama-3-8b --gpu h100 --context 9999999999999999", "tokens are more than 2^40"),
         ("--model llama-3-8b --gpu h100 --batch 0", "--batch is 0; it must be 1 to 2^40"),
         ("--model llama-3-8b --gpu h100 --batch -2", "invalid value '-2'"),
         ("--model llama-3-8b --gpu h100 --batch 1099511627776 --context 1m", "more than 2^60 bytes"),
@@ -176,7 +229,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("--model Nosuch:hidden_size=1 --gpu h100", "architecture 'Nosuch' is not understood"),
         ("--model llama-3-8b --gpu h100 --concurrency 0", "--concurrency is 0"),
         ("--model llama-3-8b --gpu h100 --profile ollama", "it is eager, sdpa, vllm or llama.cpp"),
-        ("--model llama-3-8b --gpu h100 --output-tokens 18446744073709551615", "is not a token count"),
+        ("--model llama-3-8b --gpu h100 --output-tokens 18446744073709551615", "tokens are more than 2^40"),
         ("--model llama-3-8b --gpu h100 --allocation reserved:1k", "context and output are 8192 tokens"),
         (
             "--model Qwen3NextForCausalLM:hidden_size=2048,num_hidden_layers=8,num_attention_heads=16,vocab_size=1000,\

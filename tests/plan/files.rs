@@ -108,6 +108,17 @@ fn what_a_config_lacks_is_an_error_and_never_a_guess() {
             "sliding_window_pattern is missing",
         ),
         (json!({"architectures": ["DeepseekV3ForCausalLM"]}), "qk_nope_head_dim is missing"),
+        (json!({"layer_types": ["full_attention", "sliding_attention"]}), "layer_types has 2 entries for 32 layers"),
+        (json!({"layer_types": vec!["sliding"; 32]}), "layer_types names 'sliding'; known: full_attention, "),
+        (json!({"mlp_bias": true}), "mlp_bias is true; it must be false"),
+        (
+            json!({"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128, "decoder_sparse_step": 2}),
+            "decoder_sparse_step is 2; it must be 1",
+        ),
+        (
+            json!({"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128, "mlp_only_layers": [3]}),
+            "mlp_only_layers is [3]; it must be []",
+        ),
     ];
     for (changes, expected) in cases {
         let (_folder, path) = config(&with(&changes));

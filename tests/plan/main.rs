@@ -30,6 +30,7 @@ fn on<'a>(subject: &'a Subject, card: &str, context: u64) -> Scenario<'a> {
         context,
         output: 0,
         chunk: None,
+        step: None,
         attention: Attention::Tiled,
         logits: Logits::Last,
         kv: "bf16".parse().unwrap(),

@@ -6,7 +6,7 @@ use kvsieve::planner::presets::{GPUS, MODELS, WEIGHT_FORMATS};
 use kvsieve::planner::scenario::{Allocation, Attention, Eviction, Logits};
 use kvsieve::planner::search::MOST;
 use kvsieve::planner::{Phase, PlanError, Scenario, Subject};
-use kvsieve::policy::Budget;
+use kvsieve::policy::{Budget, Decoding};
 use proptest::prelude::*;
 
 /// Any scenario: every model, card and option.
@@ -29,7 +29,7 @@ fn scenario<'a>(
     let eviction = [
         None,
         Some(("snapkv", "0.25", None)),
-        Some(("keydiff+chunks", "512", Some(1024))),
+        Some(("keydiff+chunks+every:steps=64", "512", Some(1024))),
         Some(("h2o", "64MiB", None)),
     ][eviction];
     Scenario {
@@ -45,6 +45,7 @@ fn scenario<'a>(
             policy: policy.into(),
             budget: budget.parse::<Budget>().unwrap(),
             chunk_tokens,
+            decoding: if policy.contains("every") { Decoding::EverySteps(64) } else { Decoding::Never },
             selects: false,
         }),
         tensor_parallel,
@@ -100,8 +101,13 @@ proptest! {
 fn a_budget_in_bytes_bounds_the_batch_where_memory_does_not() {
     // A token of Llama 3 8B takes 128 KiB in bf16, so that 64 MiB are 512 tokens: one for each of 512 sequences.
     let subject = subject("llama-3-8b");
-    let policy =
-        Eviction { policy: "h2o".into(), budget: "64MiB".parse().unwrap(), chunk_tokens: None, selects: false };
+    let policy = Eviction {
+        policy: "h2o".into(),
+        budget: "64MiB".parse().unwrap(),
+        chunk_tokens: None,
+        decoding: Decoding::Never,
+        selects: false,
+    };
     let asked = Scenario { eviction: Some(policy), ..on(&subject, "h100", 64) };
     assert_eq!(asked.max_batch().unwrap(), Some(512));
     assert!(matches!(Scenario { batch: 513, ..asked }.max_batch(), Err(PlanError::Budget(_))));
@@ -131,7 +137,13 @@ fn a_policy_frees_the_prompt_only_where_it_evicts_while_it_reads() {
     let subject = subject("llama-3-8b");
     let with = |chunk_tokens| {
         let budget = "1k".parse::<Budget>().unwrap();
-        let eviction = Some(Eviction { policy: "keydiff".into(), budget, chunk_tokens, selects: false });
+        let eviction = Some(Eviction {
+            policy: "keydiff".into(),
+            budget,
+            chunk_tokens,
+            decoding: Decoding::Never,
+            selects: false,
+        });
         Scenario { eviction, chunk: Some(1024), ..on(&subject, "h100", 65_536) }
     };
     let held = |scenario: &Scenario<'_>, phase| {

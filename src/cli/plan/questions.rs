@@ -201,16 +201,17 @@ pub fn gpus(args: &Gpus) -> Result<(), Failure> {
         let mut rows = vec![heading(&["", "GiB", "bf16", "", "fp8", "", "q4_k_m", "", "LoRA", "QLoRA", "full"])];
         rows.push(heading(&["", "", "context", "batch", "context", "batch", "context", "batch"]));
         rows.extend(cards.iter().map(card));
-        let mut moved = vec![heading(&["bf16, layers on the host", "layers", "GB a token", "over PCIe", "slower", "from disk"])];
+        let mut moved = vec![heading(&["bf16, layers on the host", "layers", "GB a step", "over PCIe", "slower", "from disk"])];
         moved.extend(cards.iter().filter_map(offloaded));
         let note = format!(
-            "context: the longest of one sequence; batch: the largest at {} tokens; --json has every weight format. LoRA and \
+            "context: the longest of {}; batch: the largest at {} tokens; --json has every weight format. LoRA and \
              QLoRA: rank {RANK} over bf16 and nf4, full: AdamW in mixed precision; one sequence, everything recomputed.",
+            if scenario.held() > 1 { format!("each of {} sequences", scenario.held()) } else { "one sequence".into() },
             grouped(u128::from(scenario.context))
         );
         let moved = if moved.len() > 1 {
             let note = "The fewest layers with which bf16 fits, and tokens per second when their weights come over the link \
-                        for every token, from the host's memory or from a disk of 5 GB/s.";
+                        for every step, from the host's memory or from a disk of 5 GB/s.";
             format!("\n{}\n{}", text::table(&moved, 0), text::wrapped(note, ""))
         } else {
             String::new()

@@ -97,7 +97,12 @@ fn tokens_or_none(text: &str) -> Result<u64, String> {
 }
 
 pub fn bytes_or_none(text: &str) -> Result<u64, String> {
-    if ["0", "0B"].contains(&text) { Ok(0) } else { units::parse_bytes(text) }
+    let unit = text.strip_prefix('0').filter(|unit| !unit.starts_with(|c: char| c.is_ascii_digit() || c == '.'));
+    match unit {
+        // No memory is of no bytes, but here none may be asked for, in any unit.
+        Some(unit) => units::parse_bytes(&format!("1{unit}")).map(|_| 0),
+        None => units::parse_bytes(text),
+    }
 }
 
 /// How a program runs a model.
@@ -120,14 +125,15 @@ fn profile(text: &str) -> Result<Profile, String> {
 }
 
 impl Profile {
-    /// Attention, format of keys and values, room for them, tokens of a pass of each of `batch` sequences.
-    fn options(self, batch: u64) -> (Attention, &'static str, Allocation, Option<u64>) {
+    /// Attention, format of keys and values, room for them, tokens of a pass of all sequences.
+    fn options(self) -> (Attention, &'static str, Allocation, Option<u64>) {
         match self {
             Profile::Eager => (Attention::Naive, "bf16", Allocation::Exact, None),
             Profile::Sdpa => (Attention::Tiled, "bf16", Allocation::Exact, None),
             // Its defaults: blocks of 16 tokens, 2048 tokens of a step, whichever sequences they are of.
-            Profile::Vllm => (Attention::Tiled, "bf16", Allocation::Paged(16), Some((2048 / batch.max(1)).max(1))),
-            // Its defaults without flash attention: a cache of the whole context, scores in f32, micro-batches of 512.
+            Profile::Vllm => (Attention::Tiled, "bf16", Allocation::Paged(16), Some(2048)),
+            // Its defaults without flash attention: a cache of the whole context, scores in f32, micro-batches of 512 tokens,
+            // whichever sequences they are of.
             Profile::LlamaCpp => (Attention::Minimal, "f16", Allocation::Reserved(None), Some(512)),
         }
     }
@@ -236,6 +242,8 @@ impl ScenarioArgs {
         let run = "plan measure, which runs the model here";
         unused(self.gpu.is_some(), "--gpu", run)?;
         unused(self.overhead.is_some(), "--overhead", run)?;
+        let attention = self.attention.unwrap_or(self.profile.options().0);
+        unused(attention == Attention::Minimal, "minimal attention", &format!("{run}, naive or tiled"))?;
         unused(self.allocation.is_some(), "--allocation", run)
     }
 
@@ -257,7 +265,7 @@ impl ScenarioArgs {
                 self.batch
             )));
         }
-        let (attention, kv_format, allocation, chunk) = self.profile.options(self.batch);
+        let (attention, kv_format, allocation, step) = self.profile.options();
         let scenario = Scenario {
             subject,
             weights: self.weights.as_deref().map(weight_format).transpose()?,
@@ -267,7 +275,8 @@ impl ScenarioArgs {
             concurrency: self.concurrency.unwrap_or(1),
             context: self.context.unwrap_or(CONTEXT),
             output: self.output_tokens,
-            chunk: self.prefill_chunk.or(chunk),
+            chunk: self.prefill_chunk,
+            step: step.filter(|_| self.prefill_chunk.is_none()),
             attention: self.attention.unwrap_or(attention),
             logits: self.logits,
             kv: self.kv_format.as_deref().unwrap_or(kv_format).parse::<KvStore>()?,
@@ -295,6 +304,7 @@ fn eviction(text: &str, budget: Budget) -> Result<Eviction, Failure> {
         policy: text.into(),
         budget,
         chunk_tokens: policy.schedule.chunk_tokens.map(|tokens| tokens as u64),
+        decoding: policy.schedule.decoding,
         selects: policy.selection.is_some(),
     })
 }

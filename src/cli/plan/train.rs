@@ -171,7 +171,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let report = Report {
         model: &subject.name,
         parameters: subject.parameters,
-        optimizer: training.optimizer,
+        optimizer: training.updated(),
         spent,
         total_bytes: spent.total(),
         available_bytes: memory.bytes(),
