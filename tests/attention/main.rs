@@ -9,6 +9,7 @@ mod export;
 mod extremes;
 mod formats;
 mod forward;
+mod gaps;
 mod invariance;
 mod sparse;
 

@@ -159,7 +159,7 @@ impl Unit<'_> {
         o.fill(0.0);
         states.fill(Running::EMPTY);
         let kv_len = call.kv.len(batch, kv_head);
-        let visible = |row: usize| call.params.visible(row % shape.q_len, shape.q_len, kv_len);
+        let visible = |row: usize| call.visible([batch, kv_head], row % shape.q_len);
         let seen = visible(0).start.max(start)..visible(shape.q_len - 1).end.min(start + SPLIT);
 
         let keys = |row| call.kv.key_rows(batch, kv_head, row);
@@ -189,7 +189,16 @@ impl Unit<'_> {
             }
             let biases = token_biases::<BLOCK>(call.kv, [batch, kv_head], first..end);
             let biases = biases.as_ref().map_or(&[][..], |biases| &biases[..end - first]);
-            isa.run(Absorb { call, logits: &logits, biases, kv_len, block: first..end, scores, o, states });
+            isa.run(Absorb {
+                call,
+                logits: &logits,
+                biases,
+                list: [batch, kv_head],
+                block: first..end,
+                scores,
+                o,
+                states,
+            });
             turn(1, format.v, o);
             let row_bytes = format.v.row_bytes(width);
             let list = RowList::collect([width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
@@ -259,8 +268,8 @@ struct Absorb<'a> {
     logits: &'a Logits,
     /// What the keys of the block carry to be added, if any.
     biases: &'a [f32],
-    /// Keys of the head.
-    kv_len: usize,
+    /// Sequence and KV head.
+    list: [usize; 2],
     block: Range<usize>,
     scores: &'a mut [f32],
     o: &'a mut [f32],
@@ -272,11 +281,11 @@ impl SimdOp for Absorb<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Absorb { call, logits, biases, kv_len, block: Range { start, end }, scores, o, states } = self;
+        let Absorb { call, logits, biases, list, block: Range { start, end }, scores, o, states } = self;
         let (shape, filled) = (call.shape, (end - start).next_multiple_of(SPAN));
         let rows = scores.chunks_exact_mut(BLOCK).zip(o.chunks_exact_mut(padded(&shape))).zip(states);
         for (row, ((scores, o), state)) in rows.enumerate() {
-            let seen = call.params.visible(row % shape.q_len, shape.q_len, kv_len);
+            let seen = call.visible(list, row % shape.q_len);
             let seen = seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start;
             state.absorb::<S, f32>(simd, logits, &mut scores[..filled], seen, biases, o);
         }

@@ -31,6 +31,7 @@ use crate::device::Cpu;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::{DType, Tensor, TensorView};
+use std::ops::Range;
 
 /// A kernel as the registry knows it.
 pub struct KernelEntry {
@@ -115,6 +116,21 @@ impl Forward<'_> {
     /// Whether all that is multiplied may be pairs of bf16: what is bf16 already, and what codes stand for.
     pub fn is_bf16(&self) -> bool {
         self.q.dtype() == DType::Bf16 && self.kv.format().is_read_as_bf16()
+    }
+
+    /// Rows of a list that query `i` sees: a range, perhaps empty. As [`Params::visible`] where all tokens are there, and by their
+    /// positions where some have left. Read by `reference` and `decode` and by attention statistics, which are asked by queries
+    /// of tokens that may be gone; the other kernels are asked by those whose keys are the last of each list.
+    pub(crate) fn visible(&self, [batch, head]: [usize; 2], i: usize) -> Range<usize> {
+        let (kv_len, q_len) = (self.kv.len(batch, head), self.shape.q_len);
+        let Params { causal, window, .. } = self.params;
+        if !causal && window.is_none() || i + 1 >= q_len && window.is_none() {
+            return 0..kv_len;
+        }
+        let behind = q_len - 1 - i;
+        let end = self.kv.before(batch, head, behind);
+        let start = window.map_or(0, |window| self.kv.before(batch, head, behind.saturating_add(window)));
+        start.min(end)..end
     }
 }
 

@@ -10,6 +10,12 @@ pub trait KvRows: Sync {
     /// Rows in the list of `(batch, KV head)`.
     fn len(&self, batch: usize, head: usize) -> usize;
 
+    /// Rows of a list whose tokens stand `behind` tokens or more behind its last one. Where tokens between have left, this is fewer
+    /// than are before the last `behind` rows: an earlier query sees no more of the list than these.
+    fn before(&self, batch: usize, head: usize, behind: usize) -> usize {
+        self.len(batch, head).saturating_sub(behind)
+    }
+
     /// How rows are kept.
     fn format(&self) -> KvFormat;
 

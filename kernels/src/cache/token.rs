@@ -87,6 +87,19 @@ impl PagedCache {
         self.column(list, slot, Column::Origin) as usize
     }
 
+    /// The first slot of a list whose token stands at `position` or later in its sequence; its length where there is none.
+    pub fn first_slot(&self, list: usize, position: usize) -> usize {
+        let (mut low, mut high) = (0, self.lens()[list]);
+        while low < high {
+            let middle = (low + high) / 2;
+            match self.origin(list, middle) < position {
+                true => low = middle + 1,
+                false => high = middle,
+            }
+        }
+        low
+    }
+
     /// Sets what the token in a slot carries.
     ///
     /// # Errors

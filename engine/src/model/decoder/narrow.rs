@@ -5,7 +5,7 @@
 
 use super::{Chunk, Decoder};
 use crate::attention::KvRows;
-use crate::cache::{PagedCache, Sequences};
+use crate::cache::Sequences;
 use crate::format::KvFormat;
 use crate::tensor::Rows;
 use std::ops::Range;
@@ -43,19 +43,6 @@ impl KvRows for Narrow<'_> {
     }
 }
 
-/// The first slot of a list whose token stands at `position` or later.
-fn first_slot(cache: &PagedCache, list: usize, position: usize) -> usize {
-    let (mut low, mut high) = (0, cache.lens()[list]);
-    while low < high {
-        let middle = (low + high) / 2;
-        match cache.origin(list, middle) < position {
-            true => low = middle + 1,
-            false => high = middle,
-        }
-    }
-    low
-}
-
 impl Decoder<'_> {
     /// The slots that token `token` of a chunk sees in each head's list through a window.
     pub(super) fn seen_slots(
@@ -69,7 +56,7 @@ impl Decoder<'_> {
         let slots = |head| {
             let list = kv.list(0, head);
             let end = self.cache.lens()[list] - chunk.tokens + token + 1;
-            first_slot(&self.cache, list, oldest)..end
+            self.cache.first_slot(list, oldest)..end
         };
         (0..self.model.config.kv_heads).map(slots).collect()
     }

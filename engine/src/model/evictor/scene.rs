@@ -139,8 +139,6 @@ impl Evictor<'_> {
                 step: scene.batch,
                 count: layers.len(),
                 layers: layers.len(),
-                // In lists with gaps the window of these parameters is one of slots: what lies farther back is scored as
-                // if it were seen.
                 params: params(config, layers.start),
                 q: window.view(layers.clone()),
                 lse,
