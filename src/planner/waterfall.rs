@@ -160,9 +160,16 @@ impl Scenario<'_> {
         };
         format!(
             "At {tokens} tokens{batch} {} needs {need} GiB; {there} are there: it {margin}. {name} take {share} GiB of \
-             it and {growth}. {cliff}",
-            phase.name()
+             it and {growth}. {cliff}{}",
+            phase.name(),
+            self.made_for(self.context).map_or(String::new(), |most| format!(" The model was made for {most} tokens."))
         )
+    }
+
+    /// Tokens that the model was made for, where these are more; bytes are counted all the same.
+    pub fn made_for(&self, tokens: u64) -> Option<String> {
+        let most = self.subject.architecture.context as u64;
+        (tokens > most).then(|| grouped(u128::from(most)))
     }
 
     /// Formula, numbers put in, how it is known and how it grows.

@@ -251,11 +251,19 @@ mod tests {
     use super::super::weights::Found;
     use super::*;
     use crate::model::Config;
+    use tempfile::TempDir;
 
     /// AWQ and smoothing look at matrices twice.
     #[test]
     fn a_matrix_is_merged_as_often_as_it_is_asked_for() {
-        let (folder, arena) = (Path::new("../tests/fixtures/adapter"), Arena::unlimited());
+        let (fixture, copy, arena) =
+            (Path::new("../tests/fixtures/adapter"), TempDir::new().unwrap(), Arena::unlimited());
+        let folder = copy.path();
+        // Its base is found from the root of the repository.
+        let options = std::fs::read_to_string(fixture.join("adapter_config.json")).unwrap();
+        let options = options.replace("models/builtin", "../models/builtin");
+        std::fs::write(folder.join("adapter_config.json"), options).unwrap();
+        std::fs::copy(fixture.join("adapter_model.safetensors"), folder.join("adapter_model.safetensors")).unwrap();
         let config = Config::read(folder).unwrap();
         let read = |found: &mut Found<'_>| {
             let (mut all, shape) = (Vec::new(), [config.q_width(), config.hidden]);

@@ -163,7 +163,10 @@ pub fn most(scenario: &Scenario<'_>, what: &str, most: u64, least: Option<Bytes>
             format!("none: the least needs {need} GiB, {} GiB of it {term}; {there} GiB are there", gib(bytes))
         }),
         MOST.. => format!("any number of {what}s"),
-        most => counted(most, what),
+        most => match scenario.made_for(most).filter(|_| what == "token") {
+            Some(made_for) => format!("{}; the model was made for {made_for}", counted(most, what)),
+            None => counted(most, what),
+        },
     };
     format!("{}{answer}\n", wrapped(&scenario.words(), ""))
 }
