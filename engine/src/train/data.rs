@@ -137,7 +137,7 @@ impl<'a> Data<'a> {
         Ok(data)
     }
 
-    /// The batch of a step: `batch` sequences of `len` tokens, from number `first` on; numbers from [`text::HELD_OUT`](super::text::HELD_OUT) on take
+    /// The batch of a step: `batch` sequences of `len` tokens, from number `first` on; those that are held out take
     /// of the recipe's text what no step reads.
     ///
     /// # Errors

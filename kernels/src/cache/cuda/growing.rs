@@ -60,7 +60,7 @@ impl DeviceCache {
     }
 
     /// Begins to put `k` and `v` `[lists, count, D]`, whose first token stands at `position`, into the newest rows of
-    /// some lists: inside [`Device::timed`].
+    /// some lists: inside `Device::timed`.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when the tensors are too small or the lists too short, and as [`Runtime::module`].
@@ -80,7 +80,7 @@ impl DeviceCache {
     }
 
     /// Begins to copy the first `length` tokens of some lists to `k` and `v`, rows as they lie in lists of
-    /// [`crate::format::GpuRows::lists_bytes`]: inside [`Device::timed`].
+    /// [`crate::format::GpuRows::lists_bytes`]: inside `Device::timed`.
     ///
     /// # Errors
     /// [`CudaError::Operand`] when the tensors are too small or a list too short, and as [`Runtime::module`].
@@ -112,7 +112,7 @@ impl DeviceCache {
         self.tell(runtime, &[])
     }
 
-    /// Begins to add attention `[lists, width]` to what the tokens of some lists received: inside [`Device::timed`].
+    /// Begins to add attention `[lists, width]` to what the tokens of some lists received: inside `Device::timed`.
     ///
     /// # Errors
     /// As [`DeviceCache::add_attention`].

@@ -1,8 +1,8 @@
 //! Products of many rows with a matrix of weights, plain or coded, `y = x wᵀ`, or with its transpose, `y = x w`: the forward and the
 //! backward pass of a layer.
 //!
-//! A [`Part`] is some rows and at most [`PANEL`] columns of `y`. It packs what it needs of `w`, [`SPAN`] units of the inner extent at
-//! a time, into the layout of [`super::product`], and takes all its rows of `x` with that, [`BLOCK`] of them together; where `w` is bf16, or
+//! A [`Part`] is some rows and at most [`PANEL`] columns of `y`. It packs what it needs of `w`, `SPAN` units of the inner extent at
+//! a time, into the layout of [`super::product`], and takes all its rows of `x` with that, `BLOCK` of them together; where `w` is bf16, or
 //! coded and to be rounded, and the processor multiplies pairs of bf16, `x` is rounded to bf16 there. Every element of `y` is one sum in one
 //! order, which depends neither on the other rows of a part nor on who computes it.
 

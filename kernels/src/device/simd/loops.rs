@@ -20,7 +20,7 @@ impl<R, F: FnMut() -> R> SimdOp for Loop<F> {
 
 /// Runs `work`, a closure marked `inline(always)`, with the instructions of `isa`. A bare closure would be called
 /// through `FnOnce`, for which one that borrows has a shim that need not be inlined; the loop would then be compiled
-/// for the baseline, at a tenth of the speed. [`Loop`] calls it by reference, which reaches the closure itself.
+/// for the baseline, at a tenth of the speed. `Loop` calls it by reference, which reaches the closure itself.
 #[inline(always)]
 pub fn vectorised<R>(isa: Isa, work: impl FnMut() -> R) -> R {
     isa.run(Loop(work))

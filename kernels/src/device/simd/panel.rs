@@ -1,8 +1,8 @@
 //! Products of many rows of `x` with rows of `w`, which are packed and then shared by all of `x`.
 //!
-//! A task takes at most [`PANEL`] rows of `w` and lays them out as [`super::product`] reads them, up to [`SPAN`] elements of each. It
-//! then takes all of `x`, [`BLOCK`] rows at a time: few enough that their sums stay near while the inner extent is walked,
-//! [`DEPTH`] elements at a time, and are finished or go to `y` once. Each element of `y` is one sum in one order, whoever computes it.
+//! A task takes at most [`PANEL`] rows of `w` and lays them out as [`super::product`] reads them, up to `SPAN` elements of each. It
+//! then takes all of `x`, `BLOCK` rows at a time: few enough that their sums stay near while the inner extent is walked,
+//! `DEPTH` elements at a time, and are finished or go to `y` once. Each element of `y` is one sum in one order, whoever computes it.
 //!
 //! Where the processor multiplies pairs of bf16 and `w` is bf16, or coded, `x` may be rounded to bf16 too ([`Rounded`]), once for
 //! all panels: twice the speed or more, and what GPUs and other libraries do with such weights.

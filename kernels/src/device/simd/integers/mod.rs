@@ -7,7 +7,7 @@
 //!
 //! Columns go through in a [`Quad`]: four groups, a lane of 128 bits for each, the first halves of the groups in one vector and the
 //! second in another. Sums of a group then stay in its lane, and one multiplication scales all four. What lies behind the width
-//! has scales of zero. Each instruction set has [`lanes`], and layouts ([`unpack`]) and the product ([`tile`]) are written once over them.
+//! has scales of zero. Each instruction set has `lanes`, and layouts (`unpack`) and the product (`tile`) are written once over them.
 //! The portable path multiplies what codes stand for in f32.
 
 #[cfg(target_arch = "x86_64")]
