@@ -8,7 +8,7 @@
 use super::online::{Logits, Running};
 use super::source::token_biases;
 use super::strip::{LANES, SPAN};
-use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Workspace, WorkspaceSize};
+use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Sight, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
 use crate::device::simd::reader::RowReader;
 use crate::device::simd::rows::{BLOCK, Dots, Fold, RowList};
@@ -159,7 +159,8 @@ impl Unit<'_> {
         o.fill(0.0);
         states.fill(Running::EMPTY);
         let kv_len = call.kv.len(batch, kv_head);
-        let visible = |row: usize| call.visible([batch, kv_head], row % shape.q_len);
+        let sight = call.sight([batch, kv_head]);
+        let visible = |row: usize| sight.visible(row % shape.q_len);
         let seen = visible(0).start.max(start)..visible(shape.q_len - 1).end.min(start + SPLIT);
 
         let keys = |row| call.kv.key_rows(batch, kv_head, row);
@@ -189,16 +190,7 @@ impl Unit<'_> {
             }
             let biases = token_biases::<BLOCK>(call.kv, [batch, kv_head], first..end);
             let biases = biases.as_ref().map_or(&[][..], |biases| &biases[..end - first]);
-            isa.run(Absorb {
-                call,
-                logits: &logits,
-                biases,
-                list: [batch, kv_head],
-                block: first..end,
-                scores,
-                o,
-                states,
-            });
+            isa.run(Absorb { call, logits: &logits, biases, sight: &sight, block: first..end, scores, o, states });
             turn(1, format.v, o);
             let row_bytes = format.v.row_bytes(width);
             let list = RowList::collect([width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
@@ -268,8 +260,7 @@ struct Absorb<'a> {
     logits: &'a Logits,
     /// What the keys of the block carry to be added, if any.
     biases: &'a [f32],
-    /// Sequence and KV head.
-    list: [usize; 2],
+    sight: &'a Sight<'a>,
     block: Range<usize>,
     scores: &'a mut [f32],
     o: &'a mut [f32],
@@ -281,11 +272,11 @@ impl SimdOp for Absorb<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Absorb { call, logits, biases, list, block: Range { start, end }, scores, o, states } = self;
+        let Absorb { call, logits, biases, sight, block: Range { start, end }, scores, o, states } = self;
         let (shape, filled) = (call.shape, (end - start).next_multiple_of(SPAN));
         let rows = scores.chunks_exact_mut(BLOCK).zip(o.chunks_exact_mut(padded(&shape))).zip(states);
         for (row, ((scores, o), state)) in rows.enumerate() {
-            let seen = call.visible(list, row % shape.q_len);
+            let seen = sight.visible(row % shape.q_len);
             let seen = seen.start.clamp(start, end) - start..seen.end.clamp(start, end) - start;
             state.absorb::<S, f32>(simd, logits, &mut scores[..filled], seen, biases, o);
         }

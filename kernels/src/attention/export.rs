@@ -151,7 +151,7 @@ impl SimdBf16Op for KeyTile<'_, '_> {
 fn key_tile<S: Simd, U: Packed<S>, const SUM: bool>(simd: S, tile: KeyTile<'_, '_>) {
     let KeyTile { call, lse, queries, reduction, batch, kv_head, first, sums, slot } = tile;
     let (shape, params, count) = (call.shape, call.params, sums.len());
-    let (stride, end) = (keys(&shape), first + sums.len());
+    let (stride, end, sight) = (keys(&shape), first + sums.len(), call.sight([batch, kv_head]));
     let (steps, logits) = (shape.head_dim.div_ceil(U::DEPTH), Logits::new(&params));
     let [k, q, scores, totals] = cut(slot, parts(&shape));
     let (k, q) = (bytemuck::cast_slice_mut(k), bytemuck::cast_slice_mut(q));
@@ -165,7 +165,7 @@ fn key_tile<S: Simd, U: Packed<S>, const SUM: bool>(simd: S, tile: KeyTile<'_, '
         totals.fill(0.0);
         for start in queries.clone().step_by(STRIP) {
             let rows = start..queries.end.min(start + STRIP);
-            let visible = |i: usize| call.visible([batch, kv_head], i);
+            let visible = |i: usize| sight.visible(i);
             let seen = visible(start).start.max(first)..visible(rows.end - 1).end.min(end);
             if seen.is_empty() {
                 continue;

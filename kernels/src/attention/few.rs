@@ -22,7 +22,7 @@ pub fn group_logits(
 ) {
     let (shape, isa, len) = (call.shape, call.cpu.isa(), keys.len());
     let (group, width) = (shape.group(), shape.head_dim);
-    let visible = call.visible([batch, kv_head], query);
+    let visible = call.sight([batch, kv_head]).visible(query);
     let mut queries = vec![0.0; group * width];
     for (head, row) in queries.chunks_exact_mut(width).enumerate() {
         call.q.read_rows(batch, kv_head * group + head, query, row);

@@ -112,25 +112,55 @@ pub struct Forward<'a> {
     pub cpu: &'a Cpu,
 }
 
+/// Which rows of a list queries see: as [`Params::visible`] says where all tokens are there, and by their positions where some have
+/// left. For `reference`, `decode` and attention statistics, which are asked by queries of tokens that may be gone; the other
+/// kernels are asked by those whose keys are the last of each list.
+pub(crate) struct Sight<'a> {
+    call: &'a Forward<'a>,
+    list: [usize; 2],
+    kv_len: usize,
+    is_dense: bool,
+}
+
+impl Sight<'_> {
+    /// Rows that query `i` sees: a range, perhaps empty.
+    #[inline(always)]
+    pub fn visible(&self, i: usize) -> Range<usize> {
+        match self.is_dense {
+            true => self.call.params.visible(i, self.call.shape.q_len, self.kv_len),
+            false => self.visible_by_position(i),
+        }
+    }
+
+    fn visible_by_position(&self, i: usize) -> Range<usize> {
+        let Params { causal, window, .. } = self.call.params;
+        if !causal && window.is_none() {
+            return 0..self.kv_len;
+        }
+        let (behind, [batch, head]) = (self.call.shape.q_len - 1 - i, self.list);
+        let end = self.call.kv.before(batch, head, behind);
+        let start = window.map_or(0, |window| self.call.kv.before(batch, head, behind.saturating_add(window)));
+        start.min(end)..end
+    }
+}
+
 impl Forward<'_> {
     /// Whether all that is multiplied may be pairs of bf16: what is bf16 already, and what codes stand for.
     pub fn is_bf16(&self) -> bool {
         self.q.dtype() == DType::Bf16 && self.kv.format().is_read_as_bf16()
     }
 
-    /// Rows of a list that query `i` sees: a range, perhaps empty. As [`Params::visible`] where all tokens are there, and by their
-    /// positions where some have left. Read by `reference` and `decode` and by attention statistics, which are asked by queries
-    /// of tokens that may be gone; the other kernels are asked by those whose keys are the last of each list.
-    pub(crate) fn visible(&self, [batch, head]: [usize; 2], i: usize) -> Range<usize> {
-        let (kv_len, q_len) = (self.kv.len(batch, head), self.shape.q_len);
-        let Params { causal, window, .. } = self.params;
-        if !causal && window.is_none() || i + 1 >= q_len && window.is_none() {
-            return 0..kv_len;
-        }
-        let behind = q_len - 1 - i;
-        let end = self.kv.before(batch, head, behind);
-        let start = window.map_or(0, |window| self.kv.before(batch, head, behind.saturating_add(window)));
-        start.min(end)..end
+    /// What queries see of a list.
+    pub(crate) fn sight(&self, [batch, head]: [usize; 2]) -> Sight<'_> {
+        let kv_len = self.kv.len(batch, head);
+        // The farthest place behind the last token that is asked for. Up to it most often no token is missing.
+        let farthest = self.shape.q_len.saturating_sub(1).saturating_add(self.params.window.unwrap_or(0));
+        let is_dense = match farthest < kv_len {
+            true => self.kv.before(batch, head, farthest) == kv_len - farthest,
+            // As many tokens as there are places.
+            false => self.kv.before(batch, head, kv_len) == 0,
+        };
+        Sight { call: self, list: [batch, head], kv_len, is_dense }
     }
 }
 

@@ -43,7 +43,7 @@ fn row(call: &Forward<'_>, [batch, q_head, i]: [usize; 3], o: &mut [f64], slot: 
     let Forward { shape, params, q, kv, .. } = *call;
     let (width, kv_head) = (shape.head_dim, q_head / shape.group());
     let (logits, block) = slot.split_at_mut(2 * shape.kv_len);
-    let visible = call.visible([batch, kv_head], i);
+    let visible = call.sight([batch, kv_head]).visible(i);
     let logits = &mut bytemuck::cast_slice_mut::<f32, f64>(logits)[..visible.len()];
     o.fill(0.0);
     if visible.is_empty() {
