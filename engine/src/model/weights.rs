@@ -64,7 +64,7 @@ impl Matrix {
     }
 
     /// Widens the rows from `first` on, as many as `to` holds, with columns in the order of inputs.
-    pub fn widen(&self, first: usize, to: &mut [f32]) {
+    pub(super) fn widen(&self, first: usize, to: &mut [f32]) {
         self.all().skip(first).first(to.len() / self.width).widen(to);
         if let Some(order) = self.order() {
             let mut sorted = vec![0.0; self.width];
@@ -419,7 +419,7 @@ fn linears<const N: usize>(stack: Stack<Matrix, Buffer<f32>>, rows: [usize; N]) 
 ///
 /// # Errors
 /// As [`Weights::open`].
-pub fn widen(folder: &Path, config: &Config, take: &mut dyn FnMut(Role, &[f32])) -> Result<(), ModelError> {
+pub(crate) fn widen(folder: &Path, config: &Config, take: &mut dyn FnMut(Role, &[f32])) -> Result<(), ModelError> {
     let arena = Arena::unlimited();
     let mut widened = Widened { found: Found::open(folder, config, &arena)?, take, values: Vec::new() };
     config.parameters(&mut widened)?;
@@ -463,7 +463,7 @@ impl Make for Widened<'_> {
 ///
 /// # Errors
 /// As [`Weights::open`].
-pub fn mapped(
+pub(crate) fn mapped(
     folder: &Path,
     config: &Config,
     arena: &Arena,
