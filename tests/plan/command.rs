@@ -120,6 +120,9 @@ fn schedules_and_steps_are_those_of_the_policy_and_the_program() {
     let short = json("--model llama-3-8b --gpu rtx-4090 --context 512");
     let named = |name: &str| short["levers"].as_array().unwrap().iter().any(|lever| lever["lever"] == name);
     assert!(named("prefill in chunks of 512") && named("prefill in chunks of 2048"));
+    // Nothing besides the model may hold memory, in any unit.
+    let overhead = |amount: &str| json(&format!("--model llama-3-8b --gpu h100 --overhead {amount}"))["terms"].clone();
+    assert_eq!([overhead("0GB"), overhead("0B")], [overhead("0"), overhead("0")]);
     // A node that is not a power of two is left over the network all the same.
     let sent = |node: u64| {
         json(&format!("scale --model llama-3-8b --gpu h100 --ranks 8 --per-node {node}"))["on"][0]["tree_send_ns"]
@@ -278,6 +281,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("measure --model builtin --context 100m", "a sequence of 104857600 tokens"),
         ("train --model llama-3-8b --gpu h100 --zero 1", "--zero shares things out over --data-parallel cards"),
         ("audit src", "there is no run in it"),
+        ("--model llama-3-8b --gpu h100 --overhead 0foo", "'0foo' is not an amount of memory"),
         ("allocator Cargo.toml", "not a list of events"),
     ];
     for (arguments, expected) in cases {

@@ -97,12 +97,10 @@ fn tokens_or_none(text: &str) -> Result<u64, String> {
 }
 
 pub fn bytes_or_none(text: &str) -> Result<u64, String> {
-    let unit = text.strip_prefix('0').filter(|unit| !unit.starts_with(|c: char| c.is_ascii_digit() || c == '.'));
-    match unit {
-        // No memory is of no bytes, but here none may be asked for, in any unit.
-        Some(unit) => units::parse_bytes(&format!("1{unit}")).map(|_| 0),
-        None => units::parse_bytes(text),
-    }
+    // No memory is of no bytes, but here none may be asked for, in any unit.
+    let is_unit = |unit: &str| unit.starts_with(char::is_alphabetic) && units::parse_bytes(&format!("1{unit}")).is_ok();
+    let is_none = text == "0" || text.strip_prefix('0').is_some_and(is_unit);
+    if is_none { Ok(0) } else { units::parse_bytes(text) }
 }
 
 /// How a program runs a model.
