@@ -107,6 +107,8 @@ struct List {
           places(reinterpret_cast<const unsigned char **>(behind_rings) + threadIdx.x / 32 * KEYS), now(nullptr), values_now(nullptr),
           page(0), keys_ahead(nullptr), values_ahead(nullptr), turn(0) {}
 
+    DEVICE Sight sight(const Problem &p) const { return sight_of(pages, p, list, len); }
+
     // Begins to look where the keys from `key` on lie, if there are any before `last`.
     DEVICE void look_up(int key, int last) {
         end = least(end, last);
@@ -161,6 +163,12 @@ struct List {
         : k(static_cast<const unsigned char *>(p.k) + list * KeyFormat::list_bytes(p.kv_len)),
           v(static_cast<const unsigned char *>(p.v) + list * ValueFormat::list_bytes(p.kv_len)), len(p.kv_len) {}
 
+    struct Dense {
+        int len;
+        DEVICE Span of(const Problem &p, int query) const { return visible(p, query, len); }
+    };
+    DEVICE Dense sight(const Problem &) const { return {len}; }
+
     DEVICE void look_up(int, int) {}
     DEVICE void go_to(int key) { key0 = key; }
     DEVICE const unsigned char *key(int row) const { return k + (long long)(key0 + row) * KeyFormat::BYTES; }
@@ -187,7 +195,8 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     copy_rows<ROWS, THREADS>(q_tile, thread, rows - row0, p.q, [&](int row) { return row_at(first_query, row); });
     copy_async_commit();
 
-    const Span of_first = visible(p, 0, kv.len), of_last = visible(p, p.q_len - 1, kv.len);
+    const auto sight = kv.sight(p);
+    const Span of_first = sight.of(p, 0), of_last = sight.of(p, p.q_len - 1);
     // Splits begin at the first key that any row sees, or a step's alignment before it.
     const int start = of_first.first / KEYS * KEYS + split * p.split_keys;
     const int begin = start + warp * KEYS, end = least(of_last.end, start + p.split_keys);
@@ -196,7 +205,7 @@ KERNEL(32 * WARPS) decode_partial(OPERANDS) {
     Span seen[strip.SLOTS];
 #pragma unroll
     for (int slot = 0; slot < strip.SLOTS; slot++) {
-        seen[slot] = visible(p, (row0 + strip.row(slot)) % p.q_len, kv.len);
+        seen[slot] = sight.of(p, (row0 + strip.row(slot)) % p.q_len);
         seen[slot].end = least(seen[slot].end, end);
     }
     kv.look_up(begin, start + p.split_keys);

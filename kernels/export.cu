@@ -46,7 +46,8 @@ KERNEL(128) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
 
     const Problem p = problem_of(o);
     const Logits logits(p);
-    const Span rows = observers_of(o, key0, least(KEYS, len - key0), len);
+    const Sight sight = sight_of(l.pages, p, list, len);
+    const Span rows = observers_of(o, sight, key0, least(KEYS, len - key0));
     const int steps = rows.first < rows.end ? (rows.end - rows.first + WARPS * ROWS - 1) / (WARPS * ROWS) : 0;
     const int group = o.q_heads / l.heads;
     const long long head0 = (long long)(list / l.heads) * o.q_heads + list % l.heads * group;
@@ -83,12 +84,12 @@ KERNEL(128) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
             for (int slot = 0; slot < Part::SLOTS; slot++) {
                 const int row = row0 + Part::row(slot);
                 const float of_row = row < rows.end ? lse[row] : minus_infinity();
-                seen[slot] = row < rows.end ? visible(p, row, len) : Span{0, 0};
+                seen[slot] = row < rows.end ? sight.of(p, row) : Span{0, 0};
                 // A row that sees nothing has only hidden keys, whose exponentials are 0 under any finite shift.
                 shift[slot] = of_row == minus_infinity() ? 0.0f : of_row * LOG2_E;
             }
-            const bool whole = row0 + ROWS <= rows.end && key0 >= visible(p, row0 + ROWS - 1, len).first &&
-                               key0 + KEYS <= visible(p, row0, len).end;
+            const bool whole = row0 + ROWS <= rows.end && key0 >= sight.of(p, row0 + ROWS - 1).first &&
+                               key0 + KEYS <= sight.of(p, row0).end;
             if (!whole) strip.mask(seen, key0);
 #pragma unroll
             for (int m = 0; m < Part::TILES; m++)

@@ -29,7 +29,8 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         of_key[i] = key_of_slot(l, list, least(key0 + thread / DEPTH + THREADS / DEPTH * i, len - 1));
-    const Span rows = observers_of(o, key0, count, len);
+    const Sight sight = sight_of(l.pages, p, list, len);
+    const Span rows = observers_of(o, sight, key0, count);
     const int group = o.q_heads / l.heads;
     const long long head0 = (long long)(list / l.heads) * o.q_heads + list % l.heads * group;
     float total = 0.0f; // of key `thread`
@@ -63,7 +64,7 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
             for (int i = 0; i < EACH; i++) {
                 const int row = row0 + y + SIDE * i;
                 if (row >= rows.end) continue;
-                const Span seen = visible(p, row, len);
+                const Span seen = sight.of(p, row);
                 const float shift = lse[row] * LOG2_E;
 #pragma unroll
                 for (int j = 0; j < EACH; j++) {

@@ -43,9 +43,7 @@ DEVICE unsigned char *value_of_slot(const Lists &l, int list, int slot) {
 }
 
 // Where a token stood in its sequence.
-DEVICE int origin_of(const Lists &l, int list, int slot) {
-    return (l.origins ? l.origins : l.positions)[(long long)list * l.stride + slot];
-}
+DEVICE int origin_of(const Lists &l, int list, int slot) { return l.pages.origins[(long long)list * l.stride + slot]; }
 
 // What `visible` and `Logits` ask of a problem.
 DEVICE Problem problem_of(const Observers &o) {
@@ -54,11 +52,12 @@ DEVICE Problem problem_of(const Observers &o) {
     return p;
 }
 
-// The asked queries that can see one of the `count` keys from `key0` on, of a list of `len`.
-DEVICE Span observers_of(const Observers &o, int key0, int count, int len) {
+// The asked queries that can see one of the `count` keys from `key0` on.
+DEVICE Span observers_of(const Observers &o, const Sight &sight, int key0, int count) {
     Span rows = {o.first, o.end};
-    if (o.causal || o.window) rows.first = most(rows.first, key0 + o.q_len - len);
-    if (o.window) rows.end = least(rows.end, key0 + count + o.window - 1 + o.q_len - len);
+    if (!sight.is_dense) return rows;
+    if (o.causal || o.window) rows.first = most(rows.first, key0 + o.q_len - sight.len);
+    if (o.window) rows.end = least(rows.end, key0 + count + o.window - 1 + o.q_len - sight.len);
     return rows;
 }
 

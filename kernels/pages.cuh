@@ -10,8 +10,9 @@ struct Pages {
     const u64 *slabs;  // [slab_count], where each slab begins; 0: it is not there
     const u32 *table;  // [lists, table_width], the pages of each list in order
     const int *lens;   // [lists], tokens of each list
+    const int *origins; // [lists, stride], where each token stood in its sequence
     int slab_count, slab_pages, shift, page_tokens, table_width;
-    int unused;        // so that no byte of the struct is padding
+    int stride;        // tokens that one list can hold
 };
 
 // The number of page `index` of a list.
@@ -40,4 +41,42 @@ DEVICE const unsigned char *page_keys(const Pages &g, long long list, int index,
 }
 DEVICE const unsigned char *page_values(const Pages &g, long long list, int index, int key_bytes, int value_bytes) {
     return values_of(g, page_of(g, list, index), key_bytes, value_bytes);
+}
+
+// Which keys of a list queries see: as `visible` says where none of the latest tokens is missing, and by where tokens stood in
+// their sequence where some have left (`Sight` in the crate).
+struct Sight {
+    const int *origins;
+    int len, last; // tokens, and where the last of them stood
+    bool is_dense;
+
+    // `farthest`: the farthest place behind the last token that is asked for. At 0 nothing is read.
+    DEVICE Sight(const Pages &g, long long list, int len, int farthest)
+        : origins(g.origins + list * g.stride), len(len), last(0), is_dense(!len || !farthest) {
+        if (is_dense) return;
+        last = origins[len - 1];
+        is_dense = farthest < len ? origins[len - 1 - farthest] == last - farthest : last == len - 1;
+    }
+
+    // Tokens that stood `behind` or more places before the last one.
+    DEVICE int before(int behind) const {
+        int low = 0, high = len;
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if (origins[middle] <= last - behind) low = middle + 1;
+            else high = middle;
+        }
+        return low;
+    }
+    DEVICE Span of(const Problem &p, int query) const {
+        if (is_dense) return visible(p, query, len);
+        if (!p.causal && !p.window) return {0, len};
+        const int behind = p.q_len - 1 - query;
+        return {p.window ? before(behind + p.window) : 0, before(behind)};
+    }
+};
+
+// What queries see of a list of `len` tokens.
+DEVICE Sight sight_of(const Pages &g, const Problem &p, long long list, int len) {
+    return {g, list, len, p.q_len - 1 + p.window};
 }

@@ -146,11 +146,15 @@ fn cuda_decode_reads_pages() {
         };
         let table = put(&table.iter().flat_map(|page| page.to_le_bytes()).collect::<Vec<_>>());
         let lens_there = put(&lens.iter().flat_map(|&len| (len as i32).to_le_bytes()).collect::<Vec<_>>());
+        let origins =
+            put(&(0..lists).flat_map(|_| (0..shape.kv_len as i32).flat_map(i32::to_le_bytes)).collect::<Vec<_>>());
         let kv = PagedKv {
             first_list: 0,
             slabs: &slabs,
             table: &table,
             lens: &lens_there,
+            origins: &origins,
+            stride: shape.kv_len,
             slab_pages: SLAB_PAGES,
             shift: 2,
             page_tokens,

@@ -181,6 +181,9 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
         ("keydiff+every:steps=3", 20, 9),
         ("snapkv:window=4,kernel=3", 24, 7),
         ("snapkv:window=4,kernel=3+every:steps=5", 24, 3),
+        // Of the queries that are asked, some saw tokens that have left since.
+        ("snapkv:window=8,kernel=3+every:steps=2", 24, 7),
+        ("scissorhands+every", 24, 16),
         ("ada-snapkv:window=4,kernel=3", 30, 80),
         ("pyramidkv:window=2", 30, 80),
         ("h2o+every", 24, 16),

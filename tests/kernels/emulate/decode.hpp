@@ -38,7 +38,14 @@ void into_pages(Tensors &t, const Problem &p, std::mt19937 &random) {
             memcpy(&slabs[page >> SHIFT][at * KeyFormat::BYTES], &t.k[key], KeyFormat::BYTES);
             memcpy(&slabs[page >> SHIFT][values + at * ValueFormat::BYTES], &t.v[value], ValueFormat::BYTES);
         }
-    in_pages = {addresses.data(), table.data(), t.lens.data(), int(slab_count), SLAB_PAGES, SHIFT, PAGE_TOKENS, width, 0};
+    // Of every second list tokens have left, and queries see by where the rest stood.
+    t.origins.assign(size_t(lists) * p.kv_len, 0);
+    for (int list = 0; list < lists; list++)
+        for (int token = 0, stood = 0; token < t.lens[list]; token++, stood++) {
+            if ((lists - list) % 2) stood += random() % 4 ? 0 : random() % 5;
+            t.origins[size_t(list) * p.kv_len + token] = stood;
+        }
+    in_pages = {addresses.data(), table.data(), t.lens.data(), t.origins.data(), int(slab_count), SLAB_PAGES, SHIFT, PAGE_TOKENS, width, p.kv_len};
 }
 #endif
 

@@ -50,6 +50,7 @@ struct Tensors {
     std::vector<unsigned char> k, v; // rows of the lists
     std::vector<float> lse, scores, partials;
     std::vector<int> lens; // of each list
+    std::vector<int> origins; // where the tokens of each list stood, [lists, kv_len]; empty: none is missing
 };
 
 float value_of(const std::vector<u16> &half, const std::vector<float> &full, size_t i) {
@@ -104,6 +105,11 @@ double reference(const Tensors &t, const Problem &p, const std::vector<double> (
     int own_end = i + 1 + len - p.q_len, first = 0, end = len;
     if (p.causal || p.window) end = std::max(0, std::min(own_end, len));
     if (p.window) first = std::min(std::max(0, own_end - p.window), end);
+    if ((p.causal || p.window) && !t.origins.empty() && len > 0) {
+        const int *stood = &t.origins[list * p.kv_len], own = stood[len - 1] - (p.q_len - 1 - i);
+        first = 0, end = 0;
+        for (int j = 0; j < len; j++) end += stood[j] <= own, first += p.window && stood[j] <= own - p.window;
+    }
     std::fill(o.begin(), o.end(), 0.0);
     std::vector<double> logits;
     double top = -INFINITY, sum = 0;

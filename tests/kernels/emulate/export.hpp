@@ -28,9 +28,13 @@ int failures(Cache &cache) {
             const int list = head / q_heads * cache.heads + head % q_heads / 2, len = cache.lens[list];
             std::vector<double> of_head(width, 0.0);
             for (int i = 0; i < q_len; i++) {
-                Problem p{};
-                p.causal = mask.causal, p.window = mask.window, p.q_len = q_len;
-                const Span seen = visible(p, i, len);
+                // By where tokens stood: some between have left.
+                Span seen{0, len};
+                if (len && (mask.causal || mask.window)) {
+                    const int *stood = &cache.origins[size_t(list) * cache.stride], own = stood[len - 1] - (q_len - 1 - i);
+                    seen = {0, 0};
+                    for (int j = 0; j < len; j++) seen.end += stood[j] <= own, seen.first += mask.window && stood[j] <= own - mask.window;
+                }
                 std::vector<double> logits;
                 double top = -INFINITY, sum = 0;
                 for (int j = seen.first; j < seen.end; j++) {

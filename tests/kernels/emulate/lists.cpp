@@ -88,7 +88,7 @@ struct Cache {
         return &slabs[page >> SHIFT][part * (size_t(SLAB_PAGES) * page_tokens * BYTES[0]) + index * BYTES[part]];
     }
     void tie() {
-        lists.pages = {addresses.data(), pages.data(), lens.data(), int(slabs.size()), SLAB_PAGES, SHIFT, page_tokens, width(), 0};
+        lists.pages = {addresses.data(), pages.data(), lens.data(), origins.data(), int(slabs.size()), SLAB_PAGES, SHIFT, page_tokens, width(), stride};
         lists.positions = positions.data(), lists.origins = origins.data(), lists.carried = attention.data(), lists.heads = heads, lists.stride = stride;
     }
     double key(int list, int slot, int d) const { return plainly::decode(KeyFormat{}, wanted(list, slot, 0), d); }

@@ -332,6 +332,8 @@ impl DeviceCache {
             first_list,
             table: &self.pages_there,
             lens: &self.news,
+            origins: self.origins.as_ref().unwrap_or(&self.positions),
+            stride: self.shape.max_tokens,
             slab_pages: self.shape.slab_pages(),
             shift: self.pool.shift(),
             page_tokens: self.shape.page_tokens,

@@ -87,6 +87,10 @@ pub struct PagedKv<'a> {
     pub table: &'a DeviceBuffer,
     /// `[lists]` tokens of each list in i32.
     pub lens: &'a DeviceBuffer,
+    /// `[lists, stride]` in i32: where each token stood in its sequence.
+    pub origins: &'a DeviceBuffer,
+    /// Tokens that one list can hold.
+    pub stride: usize,
     /// Pages of a slab.
     pub slab_pages: usize,
     /// Bits of a page's index in its slab: at least `log2(slab_pages)`.
@@ -104,12 +108,13 @@ pub(crate) struct Pages<'a> {
     slabs: u64,
     table: u64,
     lens: u64,
+    origins: u64,
     slab_count: i32,
     slab_pages: i32,
     shift: i32,
     page_tokens: i32,
     table_width: i32,
-    unused: i32,
+    stride: i32,
     buffers: PhantomData<PagedKv<'a>>,
 }
 
@@ -136,16 +141,19 @@ impl<'a> Pages<'a> {
         let end = kv.first_list + lists;
         needs("bytes of the page table", kv.table.bytes(), 4 * end * kv.table_width)?;
         needs("bytes of the lists' lengths", kv.lens.bytes(), 4 * end)?;
+        needs("tokens that a list can hold", kv.stride as u64, max_len)?;
+        needs("bytes of the tokens' positions", kv.origins.bytes(), 4 * end * kv.stride)?;
         Ok(Pages {
             slabs: kv.slabs.table.address(),
             table: kv.table.address() + 4 * (kv.first_list * kv.table_width) as u64,
             lens: kv.lens.address() + 4 * kv.first_list as u64,
+            origins: kv.origins.address() + 4 * (kv.first_list * kv.stride) as u64,
             slab_count: short("slabs", kv.slabs.count())?,
             slab_pages: short("pages of a slab", kv.slab_pages)?,
             shift: kv.shift.min(31) as i32,
             page_tokens: short("tokens of a page", kv.page_tokens)?,
             table_width: short("pages of a list", kv.table_width)?,
-            unused: 0,
+            stride: short("tokens of a list", kv.stride)?,
             buffers: PhantomData,
         })
     }
@@ -157,6 +165,6 @@ mod tests {
 
     #[test]
     fn the_struct_has_the_size_that_cuda_gives_it() {
-        assert_eq!(size_of::<Pages>(), 3 * 8 + 6 * 4);
+        assert_eq!(size_of::<Pages>(), 4 * 8 + 6 * 4);
     }
 }
