@@ -30,6 +30,9 @@ impl KvStore {
         if let Some(format) = [format.k, format.v].into_iter().find(|format| format.is_of_weights()) {
             return Err(FormatError::OfWeights { format: format.to_string() });
         }
+        if format.v.group_tokens().is_some() {
+            return Err(FormatError::OfKeys { format: format.v.to_string() });
+        }
         groups.iter().try_for_each(|group| {
             format.k.check("the head dim", group.k_dim)?;
             format.v.check("the head dim", group.v_dim)

@@ -243,6 +243,10 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
             "no layer of this model has keys and values",
         ),
         ("--model llama-3-8b --gpu h100 --kv-format q4_k", "q4_k is a format of weights"),
+        (
+            "--model llama-3-8b --gpu h100 --kv-format k=int8,v=int2-channel",
+            "int2-channel:group=32 is a format of keys",
+        ),
         ("gpus --model llama-3-8b --gpu h100", "--gpu has no meaning for plan gpus"),
         ("measure --model builtin --allocation paged", "--allocation has no meaning for plan measure"),
         (

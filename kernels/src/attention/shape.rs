@@ -150,6 +150,9 @@ impl Params {
                 self.scale
             )));
         }
+        if let Some(cap) = self.softcap.filter(|cap| !(cap * std::f32::consts::LOG2_E).is_finite()) {
+            return Err(AttentionError::Option(format!("soft-cap is {cap}; it must be at most 2.3e38")));
+        }
         if let Some(cap) = self.softcap.filter(|cap| !(self.scale / cap).is_finite()) {
             return Err(AttentionError::Option(format!(
                 "soft-cap is {cap} with a scale of {}; their quotient must be finite (f32 ends at 3.4e38)",

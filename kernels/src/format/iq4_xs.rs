@@ -24,7 +24,7 @@ fn scale(byte: impl Fn(usize) -> u8, group: usize) -> f32 {
 
 impl Blocks for Iq4Xs {
     const NAME: &'static str = "iq4_xs";
-    const ABOUT: &'static str = "as llama.cpp: the levels of iq4_nl, a scale of six bits for each 32 of 256";
+    const ABOUT: &'static str = "weights: as llama.cpp: the levels of iq4_nl, a scale of six bits for each 32 of 256";
     const OF_WEIGHTS: bool = true;
 
     fn build(_: &Named) -> Result<Self, NamedError> {

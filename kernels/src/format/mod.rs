@@ -268,7 +268,7 @@ pub enum FormatError {
     },
     /// More tokens in full than leave one to be coded.
     #[error(
-        "{format} codes no token before there are {least}, and there are {tokens}; leave fewer of them in full by recent and first"
+        "{format} codes no token before there are {least}, and there are {tokens}; take a smaller group, or leave fewer in full by recent and first"
     )]
     InFull {
         /// The format of keys and values.
@@ -414,7 +414,7 @@ fn read<C: RowCodec>(codec: C, format: &RowFormat, from: &[u8], first: usize, to
     };
     let rows = Rows::Coded(Coded::new(format, bytes, from.len(), end));
     let widened = bytemuck::cast_slice_mut(to);
-    Isa::fastest().run(Widen { rows, reader: codec, columns: first..end, dtype: DType::F32, to: widened });
+    Isa::current().run(Widen { rows, reader: codec, columns: first..end, dtype: DType::F32, to: widened });
     if codec.rotated() {
         rotate(to);
     }

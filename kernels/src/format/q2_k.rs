@@ -20,7 +20,8 @@ const D: usize = 80;
 
 impl Blocks for Q2K {
     const NAME: &'static str = "q2_k";
-    const ABOUT: &'static str = "as llama.cpp: two bits, a scale and a minimum of four bits for each 16 of 256";
+    const ABOUT: &'static str =
+        "weights: as llama.cpp: two bits, a scale and a minimum of four bits for each 16 of 256";
     const OF_WEIGHTS: bool = true;
 
     fn build(_: &Named) -> Result<Self, NamedError> {

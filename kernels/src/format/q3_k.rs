@@ -26,7 +26,7 @@ fn scale(byte: impl Fn(usize) -> u8, group: usize) -> f32 {
 
 impl Blocks for Q3K {
     const NAME: &'static str = "q3_k";
-    const ABOUT: &'static str = "as llama.cpp: three bits, a scale of six bits for each 16 of 256";
+    const ABOUT: &'static str = "weights: as llama.cpp: three bits, a scale of six bits for each 16 of 256";
     const OF_WEIGHTS: bool = true;
 
     fn build(_: &Named) -> Result<Self, NamedError> {

@@ -18,7 +18,8 @@ const SEARCH: Search = Search { most: 15.0, start: -1.0, step: 0.1, steps: 20, s
 
 impl Blocks for Q4K {
     const NAME: &'static str = "q4_k";
-    const ABOUT: &'static str = "as llama.cpp: four bits, a scale and a minimum of six bits for each 32 of 256";
+    const ABOUT: &'static str =
+        "weights: as llama.cpp: four bits, a scale and a minimum of six bits for each 32 of 256";
     const OF_WEIGHTS: bool = true;
 
     fn build(_: &Named) -> Result<Self, NamedError> {

@@ -21,7 +21,8 @@ const LOW: usize = HIGH + 32;
 
 impl Blocks for Q5K {
     const NAME: &'static str = "q5_k";
-    const ABOUT: &'static str = "as llama.cpp: five bits, a scale and a minimum of six bits for each 32 of 256";
+    const ABOUT: &'static str =
+        "weights: as llama.cpp: five bits, a scale and a minimum of six bits for each 32 of 256";
     const OF_WEIGHTS: bool = true;
 
     fn build(_: &Named) -> Result<Self, NamedError> {

@@ -20,7 +20,7 @@ const D: usize = 208;
 
 impl Blocks for Q6K {
     const NAME: &'static str = "q6_k";
-    const ABOUT: &'static str = "as llama.cpp: six bits, a scale of eight bits for each 16 of 256";
+    const ABOUT: &'static str = "weights: as llama.cpp: six bits, a scale of eight bits for each 16 of 256";
     const OF_WEIGHTS: bool = true;
 
     fn build(_: &Named) -> Result<Self, NamedError> {

@@ -4,7 +4,7 @@
 //! After arXiv 2504.19874 (the variant that minimises the squared error): the length of the row is kept, and a rotated row of
 //! length `sqrt(n)` has elements of variance 1. Levels are those of Lloyd and Max for a normal distribution, and need no
 //! data: the squared error is 0.1175, 0.0345 and 0.0095 of the row's square for 2, 3 and 4 bits. Here the rotation is a
-//! Hadamard matrix (`hadamard.rs`) in place of a random one, and a long row has a length for each group. There is no second
+//! Hadamard matrix with fixed signs (`hadamard.rs`) in place of a random one, and a long row has a length for each group. There is no second
 //! code of the residual (QJL), which makes inner products unbiased at one bit more.
 
 use super::blocks::{self, Blocks, code, codes, half_at, nearest_level, put_codes, put_half};

@@ -164,12 +164,11 @@ impl Arena {
 
     /// Moves `bytes` from one label to another without touching memory (a page that becomes occupied or free).
     pub fn relabel(&self, from: Label, to: Label, bytes: u64) {
-        let mut ledger = self.0.ledger();
-        ledger.live[from as usize] =
-            ledger.live[from as usize].checked_sub(bytes).expect("relabelled more bytes than the label holds");
-        let slot = to as usize;
-        ledger.live[slot] += bytes;
-        ledger.peak[slot] = ledger.peak[slot].max(ledger.live[slot]);
+        if bytes > 0 {
+            let mut ledger = self.0.ledger();
+            ledger.change(from, -(bytes as i64), self.0.started);
+            ledger.change(to, bytes as i64, self.0.started);
+        }
     }
 
     /// Forgets past peaks: from here on, peaks count from what is in use now.

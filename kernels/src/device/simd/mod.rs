@@ -118,6 +118,12 @@ impl Isa {
         })
     }
 
+    /// [`Isa::chosen`] of what reads the variable once; the fastest where it is wrong, which whoever opens the processors says.
+    pub(crate) fn current() -> Isa {
+        static CURRENT: LazyLock<Isa> = LazyLock::new(|| Isa::chosen().unwrap_or_else(|_| Isa::fastest()));
+        *CURRENT
+    }
+
     /// Whether it has vectors of 16.
     fn has_avx512(self) -> bool {
         matches!(self.0, Path::Amx | Path::Avx512Bf16 | Path::Avx512)
