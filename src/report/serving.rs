@@ -48,7 +48,10 @@ pub fn line(record: &Record) -> Vec<String> {
     });
     vec![
         trace.into(),
-        strategy.into(),
+        match record.cell.seed {
+            0 => strategy.into(),
+            seed => format!("{strategy}, seed {seed}"),
+        },
         tokens,
         share(|usage| usage.reserved_fraction),
         share(|usage| usage.internal_fraction),
@@ -77,7 +80,7 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
             waste => number(|usage| percent(usage.waste_of_held)),
             batch => number(|usage| format!("{:.2}", usage.mean_batch)),
             finished => number(|usage| usage.finished_requests.to_string()),
-            dropped => number(|usage| usage.dropped_requests.to_string()),
+            preempted => number(|usage| usage.preempted_requests.to_string()),
             printed_shares => printed_shares.unwrap_or(NOTHING.into()),
             printed_batch => printed_batch.unwrap_or(NOTHING.into()),
         }

@@ -2,7 +2,7 @@
 //!
 //! Any free page is as good as any other, so the allocator is the number of free pages. A request starts when there are
 //! pages for its prompt and one token more and a share of the pool still stays free, so that those who run can grow, as
-//! in vLLM. One that needs a page when none is free is dropped; vLLM would put it back and compute it again.
+//! in vLLM, whose share is rounded down to whole pages.
 
 use super::{Holding, Pool, Request, Strategy, StrategyEntry};
 use crate::named::Parameter;
@@ -21,7 +21,7 @@ pub const ENTRY: StrategyEntry = StrategyEntry {
     build: |named, Pool { slots, .. }| {
         let page_tokens = named.count("page", DEFAULT_PAGE_TOKENS, 1)?;
         let pages = slots / page_tokens;
-        Ok(Box::new(Paged { page_tokens, watermark: pages.div_ceil(WATERMARK), free: pages }))
+        Ok(Box::new(Paged { page_tokens, watermark: pages / WATERMARK, free: pages }))
     },
 };
 

@@ -1,11 +1,13 @@
 //! The simulator: a trace through a strategy, step by step, no clock.
 //!
 //! The queue is never empty, so what is seen is the memory's limit and not the load's. In every step: requests are
-//! admitted first come, first served until the first that finds no room; every running request grows by one token (one
-//! that cannot is dropped); slots are counted; requests that have their last token leave.
+//! admitted first come, first served until the first that finds no room; every running request grows by one token, the
+//! oldest first, and where there is no room for it the newest gives its own back and waits, first in the queue, to be computed
+//! again (vLLM's preemption by recomputation); slots are counted; requests that have their last token leave.
 
 use super::{Holding, Request, ServingError, Trace, strategy};
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 
 /// Where the slots of a pool were, on average over the counted steps. The first four shares add up to 1.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -24,16 +26,31 @@ pub struct Usage {
     pub mean_batch: f64,
     /// Requests that ended with their last token.
     pub finished_requests: u64,
-    /// Requests that were dropped because no page was free for their next token.
-    pub dropped_requests: u64,
+    /// Times that a request gave its pages back because none was free for an older one, or for itself.
+    #[serde(alias = "dropped_requests")]
+    pub preempted_requests: u64,
     /// Steps that were counted.
     pub counted_steps: u64,
 }
 
-/// A running request.
-struct Running {
+/// A request that waits, with the tokens that it has.
+struct Waiting {
+    /// Its number in the trace.
+    number: u64,
     request: Request,
     tokens: usize,
+}
+
+impl Waiting {
+    /// What it takes to start: of one that ran before, its tokens are the prompt.
+    fn asks(&self) -> Request {
+        Request { prompt_tokens: self.tokens, output_tokens: self.request.tokens() - self.tokens }
+    }
+}
+
+/// A running request.
+struct Running {
+    waited: Waiting,
     holding: Holding,
 }
 
@@ -53,31 +70,43 @@ struct Sums {
 /// When the name means nothing or the pool is too small for it.
 pub fn simulate(trace: &Trace, name: &str, seed: u64) -> Result<Usage, ServingError> {
     let mut strategy = strategy(name, trace.pool)?;
-    let mut requests = trace.requests(seed);
-    let mut next = move || requests.next().expect("a trace has no end");
-    let mut pending = next();
+    let mut requests = (0..).zip(trace.requests(seed));
+    let mut next = move || {
+        let (number, request) = requests.next().expect("a trace has no end");
+        Waiting { number, request, tokens: request.prompt_tokens }
+    };
+    let mut queue = VecDeque::from([next()]);
+    // By their numbers: the oldest first.
     let mut running: Vec<Running> = Vec::new();
-    let (mut sums, mut finished, mut dropped) = (Sums::default(), 0, 0);
+    let (mut sums, mut finished, mut preempted) = (Sums::default(), 0, 0);
     for step in 0..trace.steps {
         let counted = step >= trace.warmup_steps;
-        while let Some(holding) = strategy.admit(pending) {
-            running.push(Running { request: pending, tokens: pending.prompt_tokens, holding });
-            pending = next();
-        }
-        running.retain_mut(|running| {
-            let has_room = strategy.grow(&mut running.holding, running.tokens + 1);
-            running.tokens += 1;
-            if !has_room {
-                strategy.release(running.holding);
-                dropped += u64::from(counted);
+        while let Some(holding) = strategy.admit(queue[0].asks()) {
+            let waited = queue.pop_front().expect("somebody waits");
+            let at = running.partition_point(|older| older.waited.number < waited.number);
+            running.insert(at, Running { waited, holding });
+            if queue.is_empty() {
+                queue.push_back(next());
             }
-            has_room
-        });
+        }
+        let mut at = 0;
+        while at < running.len() {
+            let Running { waited, holding } = &mut running[at];
+            if strategy.grow(holding, waited.tokens + 1) {
+                waited.tokens += 1;
+                at += 1;
+            } else {
+                let newest = running.pop().expect("one of them needs room");
+                strategy.release(newest.holding);
+                queue.push_front(newest.waited);
+                preempted += u64::from(counted);
+            }
+        }
         if counted {
             running.iter().for_each(|running| sums.add(running, strategy.reserves()));
         }
         running.retain(|running| {
-            let goes_on = running.tokens < running.request.tokens();
+            let goes_on = running.waited.tokens < running.waited.request.tokens();
             if !goes_on {
                 strategy.release(running.holding);
                 finished += u64::from(counted);
@@ -98,7 +127,7 @@ pub fn simulate(trace: &Trace, name: &str, seed: u64) -> Result<Usage, ServingEr
         waste_of_held: 1.0 - sums.tokens as f64 / sums.taken as f64,
         mean_batch: sums.requests as f64 / counted_steps as f64,
         finished_requests: finished,
-        dropped_requests: dropped,
+        preempted_requests: preempted,
         counted_steps,
     })
 }
@@ -106,10 +135,11 @@ pub fn simulate(trace: &Trace, name: &str, seed: u64) -> Result<Usage, ServingEr
 impl Sums {
     fn add(&mut self, running: &Running, reserves: bool) {
         let Holding { granted_tokens, taken_slots, .. } = running.holding;
+        let Waiting { request, tokens, .. } = running.waited;
         // What the request will use of its holding: all its tokens to come, or those that are there.
-        let used = if reserves { running.request.tokens() } else { running.tokens };
-        self.tokens += running.tokens as u128;
-        self.reserved += (used - running.tokens) as u128;
+        let used = if reserves { request.tokens() } else { tokens };
+        self.tokens += tokens as u128;
+        self.reserved += (used - tokens) as u128;
         self.internal += (granted_tokens - used) as u128;
         self.taken += taken_slots as u128;
         self.requests += 1;

@@ -63,8 +63,8 @@ fn the_presets_have_the_published_means() {
 #[test]
 fn waste_grows_with_the_page() {
     let expected = [
-        ("sharegpt:steps=200000", [(1, 0.0), (8, 1.0), (16, 2.1), (32, 4.2), (64, 8.0), (128, 14.4), (256, 25.1)]),
-        ("alpaca:steps=30000", [(1, 0.0), (8, 4.8), (16, 9.6), (32, 17.7), (64, 29.9), (128, 48.8), (256, 69.5)]),
+        ("sharegpt:steps=200000", [(1, 0.0), (8, 0.7), (16, 1.6), (32, 3.2), (64, 6.3), (128, 11.9), (256, 21.8)]),
+        ("alpaca:steps=30000", [(1, 0.0), (8, 4.3), (16, 8.8), (32, 16.7), (64, 29.6), (128, 49.2), (256, 70.6)]),
     ];
     for (trace, pages) in expected {
         for (page, percent) in pages {
@@ -94,7 +94,7 @@ fn small_pools_are_counted_by_hand() {
         ((1, 3), (8, 8), "pow2", [3.0 / 8.0, 1.0 / 8.0, 1.0 / 8.0], 1.0),
         // The same, with a max that is less than what the power of two asks for.
         ((1, 3), (8, 4), "pow2", [6.0 / 8.0, 2.0 / 8.0, 0.0], 2.0),
-        // Two requests of 4 tokens with two pages of 3 each; one page stays free, and two slots belong to no page.
+        // Two requests of 4 tokens with two pages of 3 each; one page is left over, and two slots belong to no page.
         ((3, 1), (17, 12), "paged:page=3", [8.0 / 17.0, 0.0, 4.0 / 17.0], 2.0),
     ];
     for ((prompt, output), (slots, max), strategy, [tokens, reserved, internal], batch) in cases {
@@ -108,15 +108,19 @@ fn small_pools_are_counted_by_hand() {
 }
 
 #[test]
-fn a_request_without_a_free_page_is_dropped() {
-    // Three start with a page each of four. At their third token each needs a second: the first takes the free page,
-    // the second is dropped, the third takes the page that came free. In the step after, both end.
+fn where_no_page_is_free_the_newest_waits_and_goes_on_later() {
+    // Four start with a page each of four. At its third token each needs a second: the fourth gives the first its page, and the
+    // third the second. In the step after, these two end; then the others start again with two tokens and two pages each, and end
+    // in the fifth step.
     let file = file("prompt_tokens,output_tokens\n1,3\n");
-    let trace = format!("file:path={},slots=8,max=4,steps=3,warmup=2", file.path().display());
-    let usage = run(&trace, "paged:page=2");
-    assert_eq!((usage.finished_requests, usage.dropped_requests), (2, 0), "{usage:?}");
-    let usage = run(&trace.replace("warmup=2", "warmup=1"), "paged:page=2");
-    assert_eq!((usage.finished_requests, usage.dropped_requests), (2, 1), "{usage:?}");
+    let trace =
+        |steps, warmup| format!("file:path={},slots=8,max=4,steps={steps},warmup={warmup}", file.path().display());
+    for (steps, warmup, finished, preempted) in [(3, 2, 2, 0), (3, 1, 2, 2), (4, 1, 2, 2), (5, 1, 4, 2)] {
+        let usage = run(&trace(steps, warmup), "paged:page=2");
+        assert_eq!((usage.finished_requests, usage.preempted_requests), (finished, preempted), "{steps} {usage:?}");
+    }
+    // The third and fourth have their third token then.
+    assert_eq!(run(&trace(4, 3), "paged:page=2").token_fraction, 6.0 / 8.0);
 }
 
 #[test]
@@ -182,7 +186,7 @@ proptest! {
             let usage = simulate(&trace, name, seed).unwrap();
             prop_assert!(shares(&usage).iter().all(|share| (-1e-12..=1.0).contains(share)), "{name}: {usage:?}");
             prop_assert!((0.0..1.0).contains(&usage.waste_of_held) && usage.mean_batch > 0.0, "{name}: {usage:?}");
-            prop_assert!(name == paged || usage.dropped_requests == 0);
+            prop_assert!(name == paged || usage.preempted_requests == 0);
             prop_assert!(name != "oracle" || usage.internal_fraction == 0.0);
             prop_assert_eq!(simulate(&trace, name, seed).unwrap(), usage);
         }
