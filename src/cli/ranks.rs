@@ -25,6 +25,10 @@ pub fn run(
     spelled: &Spelled,
     work: impl Fn(&Comm, &Cpu, u64) -> Result<(), Failure> + Sync,
 ) -> Result<(), Failure> {
+    if compute.cuda().is_some() {
+        let device = &compute.device;
+        return Err(Failure::usage(format!("--device {device}: ranks share the CPU's work; leave --device out")));
+    }
     let Some(ranks) = asked else { return over_mpi(compute, spelled, work) };
     if let Some(processes) = launched() {
         let Spelled { threads, mpi } = spelled;
@@ -32,8 +36,8 @@ pub fn run(
             "{threads} makes threads of one process, and mpirun started {processes}; write {mpi}"
         )));
     }
-    let share = std::thread::available_parallelism().map_or(1, usize::from) / ranks;
-    let threads = compute.threads.unwrap_or(share.max(1));
+    let all = compute.cpu()?.threads();
+    let threads = compute.threads.unwrap_or((all / ranks).max(1));
     let limit_bytes = compute.limit_bytes() / ranks as u64;
     threads::run(ranks, |comm| on_rank(comm, &Cpu::new(Some(threads))?, limit_bytes, &work)).map(drop)
 }
@@ -75,9 +79,16 @@ fn over_mpi(
     _: &Spelled,
     work: impl Fn(&Comm, &Cpu, u64) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
+    use crate::device::cpu::CpuInfo;
     use crate::ranks::mpi;
     let comm = mpi::start()?;
-    let done = compute.cpu().and_then(|cpu| on_rank(&comm, &cpu, compute.limit_bytes(), &work));
+    // Processes of one node share its cores and, where no limit was asked for, its memory. What a launcher has bound is theirs.
+    let local = ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"];
+    let local = local.iter().find_map(|name| std::env::var(name).ok()?.parse().ok()).unwrap_or(1).max(1);
+    let threads = |bound: usize| compute.threads.unwrap_or(bound.min((CpuInfo::probe().cores / local).max(1)));
+    let limit_bytes = compute.limit_memory.unwrap_or(compute.limit_bytes() / local as u64);
+    let cpu = compute.cpu().and_then(|cpu| Ok(Cpu::new(Some(threads(cpu.threads())))?));
+    let done = cpu.and_then(|cpu| on_rank(&comm, &cpu, limit_bytes, &work));
     done.or_else(|failure| {
         eprintln!("error: rank {} of {}: {failure}", comm.rank(), comm.size());
         mpi::abort(failure.status().into())

@@ -89,6 +89,27 @@ fn ranks_that_are_threads_write_what_one_writes() {
     assert!(said.contains("ring of 2 ranks (threads)") && said.matches("as predicted").count() == 4, "{said}");
 }
 
+/// Ranks hold parts under their share of the limit; the whole, which is checked, is held against all of it, before anything runs.
+#[test]
+fn the_limit_is_that_of_all_ranks_together() {
+    let folder = tempfile::tempdir().unwrap();
+    input(folder.path(), 2048);
+    let run = |limit: &str| {
+        let more = ["--ranks", "ring:4", "--limit-memory", limit];
+        kvsieve().args(attend(folder.path(), "out.safetensors", &more)).assert()
+    };
+    // q, k, v and o of 2048 tokens and 4 + 2 + 2 + 4 heads of 16 numbers are 1.5 MiB, and 32 KiB of log-sum-exps.
+    run("1600KiB").success();
+    let said = String::from_utf8(run("1500KiB").code(1).get_output().stderr.clone()).unwrap();
+    assert!(said.contains("behind the passes rank 0 checks the whole result, of 1.53 MiB"), "{said}");
+    for (device, expected) in [("tpu", "unknown device 'tpu'"), ("cuda", "ranks share the CPU's work")] {
+        let more = ["--ranks", "ring:2", "--device", device];
+        let run = kvsieve().args(attend(folder.path(), "out.safetensors", &more)).assert().code(2);
+        let said = String::from_utf8(run.get_output().stderr.clone()).unwrap();
+        assert!(said.contains(expected) && said.lines().count() == 1, "{said}");
+    }
+}
+
 #[test]
 fn gradients_over_ranks_are_those_of_one() {
     let folder = tempfile::tempdir().unwrap();

@@ -59,40 +59,40 @@ impl Transport for Mpi {
     }
 
     fn transfer(&self, send: &[Sent<'_>], receive: &mut [Received<'_>]) -> Result<(), RankError> {
-        let peer = send.first().map(|sent| sent.0).or(receive.first().map(|received| received.0));
         request::scope(|scope| {
             let mut requests = Vec::new();
             for (from, room) in receive.iter_mut() {
                 let process = self.world.process_at_rank(*from as i32);
                 let empty = room.is_empty().then_some(&mut [][..]);
-                requests.extend(
-                    room.chunks_mut(MOST_BYTES).chain(empty).map(|part| process.immediate_receive_into(scope, part)),
-                );
+                let parts = room.chunks_mut(MOST_BYTES).chain(empty);
+                requests.extend(parts.map(|part| (*from, process.immediate_receive_into(scope, part))));
             }
             for (to, bytes) in send {
                 let process = self.world.process_at_rank(*to as i32);
                 let empty = bytes.is_empty().then_some(&[][..]);
-                requests.extend(bytes.chunks(MOST_BYTES).chain(empty).map(|part| process.immediate_send(scope, part)));
+                let parts = bytes.chunks(MOST_BYTES).chain(empty);
+                requests.extend(parts.map(|part| (*to, process.immediate_send(scope, part))));
             }
-            wait(requests, || {
-                let seconds = PATIENCE.as_secs();
-                RankError::Silent { rank: peer.unwrap_or(0), size: self.size(), seconds }
-            });
+            wait(requests, |rank| RankError::Silent { rank, size: self.size(), seconds: PATIENCE.as_secs() });
         });
         Ok(())
     }
 }
 
-/// Looks after requests until they are done. What is under way cannot be taken back, so that who waits in vain ends all ranks.
-fn wait<'a>(mut requests: Vec<Request<'a, [u8], &LocalScope<'a>>>, silent: impl Fn() -> RankError) {
-    let (mut looks, since) = (0, Instant::now());
+/// Looks after requests, each with the rank that it waits for, until they are done. What is under way cannot be taken back, so that
+/// who waits in vain ends all ranks.
+fn wait<'a>(mut requests: Vec<(usize, Request<'a, [u8], &LocalScope<'a>>)>, silent: impl Fn(usize) -> RankError) {
+    let (mut looks, mut since) = (0, Instant::now());
     loop {
-        requests = requests.into_iter().filter_map(|request| request.test().err()).collect();
-        if requests.is_empty() {
-            return;
+        let open = requests.len();
+        let still_open = |(rank, request): (usize, Request<'a, _, _>)| Some((rank, request.test().err()?));
+        requests = requests.into_iter().filter_map(still_open).collect();
+        let Some(&(rank, _)) = requests.first() else { return };
+        if requests.len() < open {
+            since = Instant::now();
         }
         if since.elapsed() > PATIENCE {
-            eprintln!("error: {}", silent());
+            eprintln!("error: {}", silent(rank));
             abort(1);
         }
         looks += 1;

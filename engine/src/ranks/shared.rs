@@ -201,13 +201,19 @@ impl Shared {
         let rank = on.comm.rank();
         seen.predicted_peak_bytes = self.forward_bytes(on.kernel, rank, on.cpu.threads());
         seen.predicted_sent_bytes = self.forward_sent_bytes(rank);
-        let outputs = seen.sample(on, || self.forward(on, q, kv), || self.send_alone(on, kv))?;
+        seen.sample(on, || self.forward(on, q, kv), || self.send_alone(on, kv))
+    }
+
+    /// Times the links, and adds what the cost model gives by them for the messages of a forward pass.
+    ///
+    /// # Errors
+    /// When another rank ended.
+    pub fn predict(&self, on: Rank<'_>, seen: &mut OfRank) -> Result<(), RankError> {
         let link: fn(&Links) -> &Link = match self {
             Shared::Ring(_) => |links| &links.around,
             Shared::Tree(_) => |links| &links.across,
         };
-        seen.predict(on, &self.forward_sending(), link)?;
-        Ok(outputs)
+        seen.predict(on, &self.forward_sending(), link)
     }
 
     /// What a forward pass sends, one message behind another.
@@ -239,7 +245,7 @@ impl OfRank {
         Ok(result)
     }
 
-    /// Adds what the cost model gives for what the last pass sent over one of the links.
+    /// Adds what the cost model gives for what a pass sends over one of the links.
     fn predict(&mut self, on: Rank<'_>, sending: &Sending, over: fn(&Links) -> &Link) -> Result<(), RankError> {
         self.links = Links::measure(on, sending.most_bytes())?;
         self.predicted_alone_ns.push(sending.ns(&self.links, over) as u64);
@@ -268,9 +274,15 @@ impl Ring {
         let pass = self.backward_bytes(on.kernel, rank, on.cpu.threads()).unwrap_or(0);
         seen.predicted_peak_bytes = given + pass;
         seen.predicted_sent_bytes = self.backward_sent_bytes(rank);
-        let gradients = seen.sample(on, || self.backward(on, call, kv), || self.send_backward_alone(on, kv))?;
-        seen.predict(on, &self.backward_sending(), |links| &links.around)?;
-        Ok(gradients)
+        seen.sample(on, || self.backward(on, call, kv), || self.send_backward_alone(on, kv))
+    }
+
+    /// As [`Shared::predict`], of a backward pass.
+    ///
+    /// # Errors
+    /// When another rank ended.
+    pub fn predict_backward(&self, on: Rank<'_>, seen: &mut OfRank) -> Result<(), RankError> {
+        seen.predict(on, &self.backward_sending(), |links| &links.around)
     }
 }
 

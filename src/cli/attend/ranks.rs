@@ -15,6 +15,7 @@ use crate::memory::{Arena, Label};
 use crate::ranks::{Asked, Comm, Method, OfRank, Rank, RankError, RingBackward, Shared, scatter_rows};
 use crate::tensor::Tensor;
 use crate::tensor::file::TensorFile;
+use crate::units;
 use report::{Passes, Report};
 use std::ops::Range;
 
@@ -37,12 +38,16 @@ impl Args {
             let file = TensorFile::open(&self.input)?;
             let problem = self.problem(&file)?;
             let shared = Shared::new(method, problem.shape, problem.params, problem.dtype, comm.size())?;
+            if comm.rank() == 0 {
+                self.refuse_beyond(&problem)?;
+            }
             Ok::<_, Failure>((file, problem, shared))
         };
         let (file, problem, shared) = ranks::settle(comm, prepare())?;
         let Problem { shape, params, dtype, backward, .. } = problem;
+        let (json, output, input) = (self.json.is_some(), self.output.display(), file.fingerprint());
         let text =
-            format!("{method} {shape:?} {params:?} {dtype} {backward} {} {}", self.repeat, self.output.display());
+            format!("{method} {shape:?} {params:?} {dtype} {backward} {} {json} {output} {input:016x}", self.repeat);
         ranks::agree_on_input(comm, &text)?;
         // As many queries as a rank has decide which kernel fits.
         let kernel = attention::kernel(match method {
@@ -54,7 +59,9 @@ impl Args {
         let (own, forward, backward) = self.measure(on, &shared, &file)?;
         let forward = Passes::new(ranks::gather(comm, &forward)?);
         let backward = backward.map(|seen| Ok::<_, Failure>(Passes::new(ranks::gather(comm, &seen)?))).transpose()?;
-        let Some(whole) = own.gather(on, &shared, &shape)? else { return Ok(()) };
+        // The whole is on one rank only here, where nothing is measured any more.
+        let arena = &Arena::with_limit(self.compute.limit_bytes());
+        let Some(whole) = own.gather(Rank { arena, ..on }, &shared, &shape)? else { return Ok(()) };
         let inputs = problem.load_all(&file, arena)?;
         let (rel_l2, checked_rows) = problem.check_forward(&inputs, &whole.outputs, cpu)?;
         whole.gradients.as_ref().map_or(Ok(()), refuse_bad_gradients)?;
@@ -65,6 +72,23 @@ impl Args {
             Some(target) => output::json(target, &report),
             None => output::print(&report.summary(&self.output)),
         }
+    }
+
+    /// Says before anything is computed that the whole problem, which rank 0 checks and writes, is beyond the limit.
+    fn refuse_beyond(&self, problem: &Problem) -> Result<(), Failure> {
+        let Problem { shape, dtype, backward, ref stored, .. } = *problem;
+        let inputs: u64 = stored.iter().map(|&(_, dims, _)| Tensor::bytes_of(dtype, dims)).sum();
+        let gradients = if backward { Gradients::bytes(&shape, dtype) } else { 0 };
+        let (whole, limit) = (inputs + Outputs::bytes(&shape, dtype) + gradients, self.compute.limit_bytes());
+        if whole <= limit {
+            return Ok(());
+        }
+        Err(Failure::work(format!(
+            "out of memory: behind the passes rank 0 checks the whole result, of {} with its inputs, and the limit is {}; \
+             shorten the context, or raise --limit-memory",
+            units::bytes(whole),
+            units::bytes(limit)
+        )))
     }
 
     /// Loads this rank's tokens and runs the passes: its results, and what it took and sent in the forward and backward passes.
@@ -87,6 +111,10 @@ impl Args {
             outputs = Some(shared.sample(on, q.view(), [&k, &v], &mut forward)?);
         }
         let outputs = outputs.expect("at least one pass");
+        // The summary says nothing of the cost model, and timing links takes longer than short passes.
+        if self.json.is_some() {
+            shared.predict(on, &mut forward)?;
+        }
         let (Shared::Ring(ring), true) = (shared, self.backward) else {
             return Ok((Results { outputs, gradients: None }, forward, None));
         };
@@ -100,6 +128,9 @@ impl Args {
         for _ in 0..self.repeat {
             drop(gradients.take());
             gradients = Some(ring.sample_backward(on, call, [&k, &v], &mut backward)?);
+        }
+        if self.json.is_some() {
+            ring.predict_backward(on, &mut backward)?;
         }
         Ok((Results { outputs, gradients }, forward, Some(backward)))
     }

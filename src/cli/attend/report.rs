@@ -6,7 +6,7 @@ use crate::cli::hardware::Hardware;
 use crate::format::KvFormat;
 use crate::memory::{LabelBytes, Usage};
 use crate::stats::quantile;
-use crate::tensor::DType;
+use crate::tensor::{DType, Tensor};
 use crate::units;
 use serde::Serialize;
 use std::path::Path;
@@ -107,7 +107,9 @@ impl Report {
                 let bytes = |format: KvFormat| {
                     (batch * kv_heads) as u64 * format.in_pass(problem.dtype).list_bytes(head_dim, kv_len)
                 };
-                Kept { kv_format, kv_bytes: bytes(kv_format), kv_bytes_given: bytes(problem.dtype.into()) }
+                let of_file = problem.stored.iter().filter(|(name, ..)| ["k", "v"].contains(name));
+                let kv_bytes_given = of_file.map(|&(_, dims, dtype)| Tensor::bytes_of(dtype, dims)).sum();
+                Kept { kv_format, kv_bytes: bytes(kv_format), kv_bytes_given }
             }),
             causal: problem.params.causal,
             window: problem.params.window,

@@ -183,6 +183,7 @@ impl Measured {
             let (q, k, v) = (part(&inputs.q, &q_of)?, part(&inputs.k, &kv_of)?, part(&inputs.v, &kv_of)?);
             let mut seen = if is_checked { OfRank::default() } else { seen.get(rank).cloned().unwrap_or_default() };
             let outputs = shared.sample(on, q.view(), [&k, &v], &mut seen)?;
+            shared.predict(on, &mut seen)?;
             Ok::<_, RankError>((outputs, seen))
         })?;
         if is_checked {
