@@ -8,6 +8,7 @@ use super::{Compute, output};
 use crate::episodic::matrix::Matrix;
 use crate::episodic::{FactMemory, FactShape, Facts, MOST_FACTS, read_vectors};
 use crate::memory::{Arena, Label, Usage};
+use crate::named::Named;
 use crate::tensor::file::{self, Output};
 use crate::units;
 use rand::SeedableRng;
@@ -99,8 +100,11 @@ struct Report {
 pub fn run(args: &Args) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
     output::check_json(args.json.as_deref())?;
-    // A memory may be written where it was read.
-    output::check_files(&[("--input", &args.input)], &[("--output", &args.output)])?;
+    let mut read = vec![("--input", args.input.as_path())];
+    read.extend(args.maps.as_deref().map(|maps| ("--maps", maps)));
+    // A memory may be written where it was read; what is read from it may not.
+    read.extend(args.from.as_deref().filter(|_| args.action == Action::Read).map(|from| ("--from", from)));
+    output::check_files(&read, &[("--output", &args.output)])?;
     let cpu = args.compute.cpu()?;
     let arena = Arena::with_limit(args.compute.limit_bytes());
     if let (Some(model), Some(maps)) = (&args.model, &args.maps) {
@@ -115,7 +119,18 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             let memory = FactMemory::parse(text)?;
             (text.clone(), shape, cpu.install(|| memory.open(&shape, &arena))?)
         }
-        (_, Some(path)) => cpu.install(|| Facts::load(path, &arena))?,
+        (_, Some(path)) => {
+            let (text, shape, facts) = cpu.install(|| Facts::load(path, &arena))?;
+            let is_episode = text.parse::<Named>().is_ok_and(|named| named.text("write") == Some("episode"));
+            if args.action == Action::Write && is_episode {
+                return Err(Failure::usage(format!(
+                    "'{}' was written at once (write=episode), and another episode would take its place; write all facts \
+                     together, or make a memory with write=sequential",
+                    path.display()
+                )));
+            }
+            (text, shape, facts)
+        }
         _ => {
             return Err(Failure::usage(
                 "--memory makes an empty memory, which there is only something to write to; use --from".into(),

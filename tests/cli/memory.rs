@@ -42,6 +42,22 @@ fn facts_are_written_read_and_forgotten_across_files() {
     assert_eq!(report(folder, "memory read --from m --input all --output r")["answered"], 5);
 }
 
+/// What was never written cannot be forgotten, nor what is forgotten already, however small its address is beside the noise.
+#[test]
+fn strangers_are_not_forgotten() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    vectors(folder, "facts", 768, &[0, 1, 2, 3, 4, 5, 6, 7]);
+    // An address of 64 of these numbers has a square of 30, beside a variance of the noise of 100.
+    kvsieve(folder, "memory write --memory larimar:slots=64,noise=10 --input facts --output m").assert().success();
+    let forgotten = |row: usize| {
+        vectors(folder, "one", 768, &[row]);
+        kvsieve(folder, "memory forget --from m --input one --output m").output().unwrap().status.code()
+    };
+    assert!((8..40).all(|stranger| forgotten(stranger) == Some(2)));
+    assert_eq!([3, 3, 5].map(forgotten), [Some(0), Some(2), Some(0)]);
+}
+
 /// A list that is full goes on with the latest, and says so.
 #[test]
 fn facts_that_a_scope_detector_has_no_room_for_are_told() {
@@ -70,6 +86,9 @@ fn mistakes_are_one_line_and_status_2() {
     write(&folder.join("flat"), &[Output::f32("z", vec![4], &[0.0; 4])]).unwrap();
     write(&folder.join("nan"), &[Output::f32("z", vec![1, 2], &[0.0, f32::NAN])]).unwrap();
     kvsieve(folder, "memory write --memory larimar:slots=4 --input facts --output m").assert().success();
+    kvsieve(folder, "memory write --memory larimar:slots=4,write=episode --input facts --output at-once")
+        .assert()
+        .success();
     let whole = std::fs::read(folder.join("m")).unwrap();
     std::fs::write(folder.join("torn"), &whole[..whole.len() - 100]).unwrap();
     let grid = "name = \"x\"\n[[grid]]\nmeasure = \"recall\"\n";
@@ -98,6 +117,8 @@ fn mistakes_are_one_line_and_status_2() {
         ("memory read --from torn --input facts --output o", "'torn' is not a valid safetensors file"),
         ("memory read --from facts --input facts --output o", "it does not say its memory"),
         ("memory forget --from m --input never --output o", "not in the memory"),
+        ("memory read --from m --input facts --output m", "--output is 'm', the same file as --from"),
+        ("memory write --from at-once --input never --output o", "another episode would take its place"),
         ("memory write --memory list --input flat --output o", "z has shape [4]; [N, C] is needed"),
         ("memory write --memory list --input nan --output o", "z holds NaN at [0, 1]"),
         ("memory write --memory list --input facts --output facts", "the same file as --input"),

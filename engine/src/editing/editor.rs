@@ -63,6 +63,12 @@ impl<'a> Editor<'a> {
         Editor { encoder, maps, facts, shape, held_bytes: 0, arena, rng: ChaCha8Rng::seed_from_u64(0) }
     }
 
+    /// The same with other noise.
+    #[must_use]
+    pub fn seeded(self, seed: u64) -> Self {
+        Editor { rng: ChaCha8Rng::seed_from_u64(seed), ..self }
+    }
+
     /// Bytes of a memory with room for a list of `most_facts`.
     ///
     /// # Errors

@@ -321,11 +321,18 @@ impl Slots {
         spread.iter_mut().enumerate().for_each(|(index, value)| *value = dot(covariance.row(index), address));
         let seen = dot(address, spread);
         let denominator = variance + sign * seen;
+        // Writing leaves an address no more of its variance than `σ² p / (σ² + p)` of the prior's `p`, whatever else is written.
+        let before = dot(address, address) * (1.0 + EPSILON);
+        let most = match (self.settings.address, variance + before) {
+            (Address::Prior, all) if all > 0.0 => variance * before / all,
+            _ => variance,
+        };
         // What is left of two numbers that nearly cancel must be more than their rounding.
         let rounding = 4.0 * f64::EPSILON * variance.max(dot(address, address));
-        if denominator.is_nan() || denominator <= rounding {
+        let is_strange = sign < 0.0 && seen > most * (1.0 + 1e-6) + rounding;
+        if denominator.is_nan() || denominator <= rounding || is_strange {
             // Without noise a memory that knows all about an address has nothing to learn there.
-            return if sign > 0.0 { Ok(()) } else { Err(EpisodicError::NotWritten { variance: seen, most: variance }) };
+            return if sign > 0.0 { Ok(()) } else { Err(EpisodicError::NotWritten { variance: seen, most }) };
         }
         difference.copy_from_slice(fact);
         address.iter().enumerate().for_each(|(index, &weight)| add_scaled(difference, -weight, self.mean.row(index)));

@@ -76,12 +76,12 @@ pub enum EpisodicError {
     /// A fact is taken out that is not in the memory.
     #[error(
         "the fact to be forgotten is not in the memory: its address has a variance of {variance:.3e}, which after a write is \
-         below {most:.3e}; forget what was written, once, with noise large enough (0.01) that rounding does not hide it"
+         at most {most:.3e}; forget what was written, once, with noise large enough (0.01) that rounding does not hide it"
     )]
     NotWritten {
         /// `w U wᵀ`.
         variance: f64,
-        /// `σ²`.
+        /// What a write leaves of it at most.
         most: f64,
     },
     /// A memory without a covariance is to forget.

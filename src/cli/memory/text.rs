@@ -52,12 +52,12 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
                     args.maps.as_deref().unwrap_or(Path::new("")).display()
                 )));
             }
-            (name, shape, Editor::with(&encoder, &maps, facts, arena))
+            (name, shape, Editor::with(&encoder, &maps, facts, arena).seeded(args.seed))
         }
         None if args.action == Action::Write => {
             let most_facts = args.most_facts()?.unwrap_or(lines.len().max(LEAST_FACTS)).max(1);
             let name = Editor::memory(MEMORY, &maps)?;
-            let mut editor = Editor::new(&encoder, &maps, (&name, most_facts), arena)?;
+            let mut editor = Editor::new(&encoder, &maps, (&name, most_facts), arena)?.seeded(args.seed);
             editor.facts.origin = origin;
             (name, FactShape { width: maps.width(), most_facts }, editor)
         }
