@@ -56,7 +56,7 @@ impl Task for Recall {
             text: format!(" {}", pairs[at].0),
             answer_prefix: ":".into(),
             expected: format!(" {};", pairs[at].1),
-            rule: Rule::Prefix(vec![format!("{};", pairs[at].1)]),
+            rule: Rule::Prefix(vec![pairs[at].1.into()]),
         });
         Some(Sample { context, questions: questions.collect(), depth: None })
     }

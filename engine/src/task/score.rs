@@ -9,7 +9,8 @@ pub enum Rule {
     AnyOf(Vec<String>),
     /// Whether the first whole number of the answer is this one (passkey retrieval).
     FirstNumber(u64),
-    /// The fraction of these words with which the answer begins, in order, up to the first that is wrong.
+    /// The fraction of these words with which the answer begins, in order, up to the first that is wrong, whatever stands between
+    /// words.
     Prefix(Vec<String>),
 }
 
@@ -26,11 +27,17 @@ impl Rule {
                 f64::from(u8::from(digits.and_then(|digits| digits.parse().ok()) == Some(*number)))
             }
             Rule::Prefix(words) => {
-                let same = answer.split_whitespace().zip(words).take_while(|(found, word)| found == word).count();
-                same as f64 / words.len().max(1) as f64
+                let wanted: Vec<&str> = words.iter().flat_map(|text| alone(text)).collect();
+                let same = alone(answer).zip(&wanted).take_while(|(found, word)| found == *word).count();
+                same as f64 / wanted.len().max(1) as f64
             }
         }
     }
+}
+
+/// The words of a text without what stands between them.
+fn alone(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty())
 }
 
 #[cfg(test)]
@@ -51,6 +58,10 @@ mod tests {
             (Rule::Prefix(texts(&["1", "2", "3", "4"])), " 1 2 4 4", 0.5),
             (Rule::Prefix(texts(&["1", "2", "3", "4"])), " 1 2 3 4 5", 1.0),
             (Rule::Prefix(texts(&["1", "2"])), "", 0.0),
+            // A value is right whatever the answer goes on with.
+            (Rule::Prefix(texts(&["otter"])), " otter", 1.0),
+            (Rule::Prefix(texts(&["otter"])), " otter;,,,,", 1.0),
+            (Rule::Prefix(texts(&["otter"])), " otters;", 0.0),
         ];
         for (rule, answer, expected) in cases {
             assert_eq!(rule.score(answer), expected, "{rule:?} of {answer:?}");
