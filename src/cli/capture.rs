@@ -207,7 +207,7 @@ impl ReadingArgs {
         decoder.hook(&capture);
         decoder.prefill(&[&tokens], |_, _, _| ())?;
         drop(decoder);
-        let tensors = capture.finish();
+        let tensors = capture.finish()?;
         drop(model);
         Ok(Run { config, layers, tensors, cpu, arena })
     }

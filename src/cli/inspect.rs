@@ -105,7 +105,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
     let arena = Arena::with_limit(args.compute.limit_bytes());
     let model = Model::open(&folder, &arena)?;
-    model.check_length(args.tokens)?;
+    // Needles are of that length whatever the text's.
+    let most = model.config.most_tokens();
+    if args.tokens > most {
+        return Err(Failure::usage(format!("--tokens is {}; the model was made for at most {most}", args.tokens)));
+    }
     let found = anatomy(&model, &tokens, &cpu, &arena)?;
     let copied = retrieval(&model, &text, (args.tokens, args.needles), &cpu, &arena)?;
     let name = args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy();

@@ -106,6 +106,17 @@ fn a_folder_brings_its_template_in_one_of_three_ways() {
     let endless = "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}";
     std::fs::write(folder.join("chat_template.jinja"), endless).unwrap();
     assert!(said().contains("its chat template: ") && said().contains("fuel"), "{}", said());
+    // One day for all, where a template takes it for granted, and none where it asks.
+    let days = [
+        ("{{ strftime_now('%d %B %Y, %Y-%m-%d') }}", "26 July 2024, 2024-07-26"),
+        ("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}none{% endif %}", "none"),
+        // What the model itself says is marked for training.
+        ("a\n{%- generation -%}\n b{% endgeneration %}\nc{{ messages[0].content }}", "abcx"),
+    ];
+    for (template, expected) in days {
+        std::fs::write(folder.join("chat_template.jinja"), template).unwrap();
+        assert_eq!(written().unwrap(), expected);
+    }
     // Not a template of before, where there is one that cannot be read.
     std::fs::write(folder.join("chat_template.jinja"), [0xff, 0xfe]).unwrap();
     assert!(said().contains("chat_template.jinja") && said().contains("UTF-8"), "{}", said());
@@ -177,6 +188,13 @@ fn a_prompt_is_written_in_the_template_where_chat_is_asked_for() {
         serde_json::from_slice::<Value>(&output.stdout).unwrap()["prompt_tokens"].as_u64().unwrap()
     };
     assert_eq!((tokens(generate(&[])), tokens(generate(&["--chat"]))), (1 + 5, 1 + 6 + 5 + 1));
+    configure(
+        &folder,
+        &json!({ "chat_template": "{% for part in messages[0].content.parts %}{{ part }}{% endfor %}Bot:" }),
+    );
+    let said = String::from_utf8(generate(&["--chat"]).stderr).unwrap();
+    assert!(said.contains("its chat template does not write what a user says"), "{said}");
+    configure(&folder, &json!({ "chat_template": "<s>User: {{ messages[0].content }}</s>" }));
     let asked = run(&eval);
     let record: Value = serde_json::from_slice(asked.stdout.split(|&byte| byte == b'\n').next().unwrap()).unwrap();
     assert_eq!((&record["status"], &record["cell"]["chat"]), (&json!("ok"), &json!(true)), "{record}");

@@ -47,7 +47,7 @@ fn mistakes_are_one_line_and_status_2() {
         (vec!["--text", "/dev/null"], "cannot read --text '/dev/null': it is empty"),
         (vec!["--model", "no/such"], "no/such"),
         (vec!["--text", "no-such.txt"], "cannot read --text 'no-such.txt'"),
-        (vec!["--tokens", "100k"], "was made for at most"),
+        (vec!["--tokens", "100k"], "--tokens is 102400; the model was made for at most 4096"),
     ] {
         let run = inspect(&[&["--output", out][..], &more].concat()).code(2).stderr(contains(expected));
         let stderr = String::from_utf8(run.get_output().stderr.clone()).unwrap();

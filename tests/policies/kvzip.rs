@@ -55,7 +55,7 @@ fn scores(name: &str, tokens: &[u32], policy: &Policy) -> Vec<Vec<Vec<f64>>> {
         decoder.hook(&capture);
         decoder.prefill(&[&fed], |_, _, _| ()).unwrap();
         drop(decoder);
-        let [q, k, v, hidden] = &capture.finish()[..] else { unreachable!() };
+        let [q, k, v, hidden] = &capture.finish().unwrap()[..] else { unreachable!() };
         for layer in layers {
             let o = weights.tensor(&format!("model.layers.{layer}.self_attn.o_proj.weight")).unwrap();
             let o: Vec<f32> =

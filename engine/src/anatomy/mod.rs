@@ -57,5 +57,5 @@ fn activations<const N: usize>(
     decoder.hook(&capture);
     decoder.prefill(&[tokens], |_, _, _| ())?;
     drop(decoder);
-    Ok(<[Captured; N]>::try_from(capture.finish()).ok().expect("a tensor for each kind"))
+    Ok(<[Captured; N]>::try_from(capture.finish()?).ok().expect("a tensor for each kind"))
 }

@@ -1,6 +1,6 @@
 //! Activations of some layers over a whole sequence, captured while a decoder reads it.
 
-use super::{Activation, Config, Hook};
+use super::{Activation, Config, Hook, ModelError};
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::tensor::file::Output;
 use crate::tensor::{DType, TensorView};
@@ -32,8 +32,19 @@ impl Capture {
     }
 
     /// What was captured, one tensor for each kind.
-    pub fn finish(self) -> Vec<Captured> {
-        self.tensors.into_inner().unwrap_or_else(PoisonError::into_inner)
+    ///
+    /// # Errors
+    /// When a number of it is not finite.
+    pub fn finish(self) -> Result<Vec<Captured>, ModelError> {
+        let tensors = self.tensors.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for tensor in &tensors {
+            if let Some(at) = tensor.data.iter().position(|value| !value.is_finite()) {
+                let [_, heads, tokens, width] = tensor.dims;
+                let (layer, token) = (self.layers[at / (heads * tokens * width)], at / width % tokens);
+                return Err(ModelError::Activation { layer, token, value: tensor.data[at] });
+            }
+        }
+        Ok(tensors)
     }
 }
 

@@ -3,7 +3,8 @@
 //! A template is a Jinja text that comes with the model: in the metadata of a GGUF file, as `chat_template.jinja` in a folder,
 //! or in its `tokenizer_config.json`. It is rendered as `transformers` renders it (blocks trimmed, Python's methods of
 //! strings), and the special tokens that it writes are read by the tokenizer as tokens. Only what is the same on every day
-//! is rendered: `strftime_now` is not defined, and templates then write the date that they were made with.
+//! is rendered: to templates that ask whether `strftime_now` is defined it is not, and they write the date that they were made with;
+//! to others every day is [`TODAY`].
 
 use super::adapter::base;
 use super::gguf::{Gguf, is_gguf};
@@ -12,7 +13,25 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, Value as Data, context};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
+
+/// A day as `strftime` writes it: the one that Llama 3.2's template writes where it is not told another.
+const TODAY: [(&str, &str); 13] = [
+    ("%Y", "2024"),
+    ("%y", "24"),
+    ("%m", "07"),
+    ("%d", "26"),
+    ("%e", "26"),
+    ("%B", "July"),
+    ("%b", "Jul"),
+    ("%A", "Friday"),
+    ("%a", "Fri"),
+    ("%H", "12"),
+    ("%M", "00"),
+    ("%S", "00"),
+    ("%p", "PM"),
+];
 
 /// Most steps of a template.
 const MOST_STEPS: u64 = 10_000_000;
@@ -33,6 +52,27 @@ impl Message {
     fn user(words: &str) -> Self {
         Message { role: "user".into(), content: words.into() }
     }
+}
+
+/// A template whose marks of what the model itself says, for training (`{% generation %}`), are comments that trim as these do.
+fn without_generation(source: &str) -> Cow<'_, str> {
+    if !source.contains("generation") {
+        return source.into();
+    }
+    let mut text = String::new();
+    let mut pieces = source.split("{%");
+    text += pieces.next().unwrap_or_default();
+    for piece in pieces {
+        let tag = piece.split_once("%}").map(|(tag, rest)| (tag, tag.trim_matches(['-', '+']).trim(), rest));
+        match tag {
+            Some((tag, "generation" | "endgeneration", rest)) => {
+                let [begin, end] = [tag.starts_with('-'), tag.ends_with('-')].map(|trims| if trims { "-" } else { "" });
+                text += &format!("{{#{begin} {end}#}}{rest}");
+            }
+            _ => text += &format!("{{%{piece}"),
+        }
+    }
+    text.into()
 }
 
 /// A model's chat template.
@@ -127,6 +167,10 @@ impl ChatTemplate {
         jinja.add_function("raise_exception", refuse);
         // Plain JSON; Jinja's own is made safe for HTML.
         jinja.add_filter("tojson", |value: Data| serde_json::to_string(&value).unwrap_or_default());
+        if !self.source.contains("strftime_now is") {
+            let today = |format: String| TODAY.iter().fold(format, |text, (name, value)| text.replace(name, value));
+            jinja.add_function("strftime_now", today);
+        }
         let turn = |message: &Message| {
             let Message { role, content } = message.clone();
             Data::from_pairs([("role", role), ("content", content)])
@@ -134,7 +178,7 @@ impl ChatTemplate {
         let messages: Vec<Data> = messages.iter().map(turn).collect();
         let (bos_token, eos_token) = (self.bos.clone(), self.eos.clone());
         let given = context! { messages, bos_token, eos_token, add_generation_prompt => answer };
-        jinja.render_str(&self.source, given).map_err(|error| {
+        jinja.render_str(&without_generation(&self.source), given).map_err(|error| {
             let reason = error.detail().map_or_else(|| error.to_string(), String::from);
             ModelError::Config { path: self.path.clone(), reason: format!("its chat template: {reason}") }
         })
@@ -143,9 +187,14 @@ impl ChatTemplate {
     /// Tokens of a user's words, up to where the model's answer begins.
     ///
     /// # Errors
-    /// As [`ChatTemplate::render`], and when the tokenizer has no token for a part of it.
+    /// As [`ChatTemplate::render`], when the tokenizer has no token for a part of it, and when the words are not in it.
     pub fn prompt(&self, words: &str, text: &Text) -> Result<Vec<u32>, ModelError> {
-        text.rendered(&self.render(&[Message::user(words)], true)?)
+        let written = self.render(&[Message::user(words)], true)?;
+        if !written.contains(words.trim()) {
+            let reason = "its chat template does not write what a user says".into();
+            return Err(ModelError::Config { path: self.path.clone(), reason });
+        }
+        text.rendered(&written)
     }
 
     /// Tokens that stand before a user's words, and between them and the model's answer.

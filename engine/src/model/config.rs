@@ -264,7 +264,8 @@ impl Config {
         matches!(self.packing, Some(Packing::Gptq { ordered: true, .. }))
     }
 
-    /// Tokens of the longest sequence that the model was made for, with its RoPE scaling.
+    /// Tokens of the longest sequence that the model was made for, with its RoPE scaling. Of linear scaling, as of Llama 3's, the
+    /// configuration's number counts as scaled already (so Gemma's and DeepSeek Coder's are; Vicuna 16K's is not).
     pub fn most_tokens(&self) -> usize {
         match self.rope.scaling {
             RopeScaling::Dynamic { factor } => (self.max_positions as f64 * factor) as usize,

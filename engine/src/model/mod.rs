@@ -116,6 +116,16 @@ pub enum ModelError {
         /// Most tokens.
         most: usize,
     },
+    /// An activation that is no number.
+    #[error("an activation of layer {layer} is {value} at token {token}; weights or activations are not finite")]
+    Activation {
+        /// Its layer.
+        layer: usize,
+        /// The token's place.
+        token: usize,
+        /// What it is.
+        value: f32,
+    },
     /// A logit that is no number.
     #[error("the logit of token {token} is {logit}; weights or activations are not finite")]
     Logit {

@@ -132,7 +132,7 @@ pub(super) fn load(
     let found = text("recipe")?;
     if found != digest {
         return Err(damaged(&format!(
-            "it is of another recipe ({found}, this is {digest}); resume with the recipe it was made with, or name another folder"
+            "it is of another recipe or of other options ({found}, these are {digest}); resume with those that it was made with, or name another folder"
         )));
     }
     let entries = stored.entries()?;

@@ -96,7 +96,10 @@ pub enum TrainError {
         target: f64,
     },
     /// The loss, or what a step makes of it, is no number any more.
-    #[error("the {what} of step {step} is {value}; a smaller learning rate or more warmup may help")]
+    #[error(
+        "the {what} of step {step} is {value}; {}",
+        if *step == 0 { "are the weights and activations finite?" } else { "a smaller learning rate or more warmup may help" }
+    )]
     Diverged {
         /// What it is.
         what: &'static str,

@@ -10,7 +10,7 @@ use crate::experiment::spec::Grid;
 use crate::experiment::weights::WeightsText;
 use crate::format::RowFormat;
 use crate::memories::memory;
-use crate::model::{BUILTIN, ChatTemplate, Config, Eviction, ModelError, Text, fingerprint, locate};
+use crate::model::{BUILTIN, ChatTemplate, Config, Eviction, ModelError, Text, fingerprint, locate, packed_bytes};
 use crate::policy::{Budget, Registry};
 use crate::task;
 use crate::tensor::DType;
@@ -68,6 +68,8 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
 /// What a grid needs to know of a model.
 struct Opened {
     config: Config,
+    /// That of the weights, in which a model runs where nothing else is asked for.
+    dtype: DType,
     text: Text,
     frame: Frame,
     /// The user's text and its file.
@@ -80,6 +82,7 @@ impl Opened {
     fn new(model: &str, grid: &Grid) -> Result<Self, EvalError> {
         let folder = locate(Path::new(model))?;
         let config = Config::read(&folder)?;
+        let (_, dtype) = packed_bytes(&folder, &config, None)?;
         let text = Text::open(&folder)?;
         let frame = frame(&folder, &text, grid.chat)?;
         let document = grid.text.as_deref().map(read).transpose()?;
@@ -93,7 +96,7 @@ impl Opened {
             hasher.update(content.as_bytes());
         }
         let workload_hash = hasher.finalize().to_hex()[..16].to_string();
-        Ok(Opened { config, text, frame, document, fingerprint, workload_hash })
+        Ok(Opened { config, dtype, text, frame, document, fingerprint, workload_hash })
     }
 
     fn cells(&self, model: &str, grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
@@ -116,7 +119,7 @@ impl Opened {
         for kernel in &kernels {
             attention::kernel(kernel).map_err(|error| error.to_string())?;
         }
-        let types = grid.types(&grid.dtype.or(config.dtype));
+        let types = grid.types(&grid.dtype.or(self.dtype));
         let contexts = grid.context_tokens.0.iter().flat_map(|tokens| tokens.lengths.iter().copied());
         for (format, tokens) in
             grid.kv_format.0.iter().flat_map(|format| contexts.clone().map(move |tokens| (format, tokens)))
