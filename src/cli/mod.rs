@@ -195,8 +195,7 @@ fn wrong_arguments(error: clap::Error) -> Failure {
 /// When a word of it is no text.
 fn command_line() -> Result<String, Failure> {
     let quoted = |word: OsString| match word.into_string() {
-        Ok(word) if word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:=,+@".contains(c)) => Ok(word),
-        Ok(word) => Ok(format!("'{}'", word.replace('\'', r"'\''"))),
+        Ok(word) => Ok(shell_word(&word)),
         Err(word) => Err(Failure::usage(format!(
             "'{}' is not UTF-8, and records tell commands and files as text; give it another name",
             word.display()
@@ -204,6 +203,14 @@ fn command_line() -> Result<String, Failure> {
     };
     let words = std::env::args_os().skip(1).map(quoted).collect::<Result<Vec<_>, _>>()?;
     Ok(std::iter::once("kvsieve".to_string()).chain(words).collect::<Vec<_>>().join(" "))
+}
+
+/// A word as a shell reads it back.
+fn shell_word(word: &str) -> String {
+    match word.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:=,+@".contains(c)) {
+        true => word.into(),
+        false => format!("'{}'", word.replace('\'', r"'\''")),
+    }
 }
 
 /// What a text file that `--text` names says.

@@ -2,8 +2,10 @@
 
 use super::failure::Failure;
 use super::output;
+use crate::experiment::store::{CELLS, MAX_CONTEXTS};
 use crate::experiment::{Spec, store};
 use crate::report::{self, Detail, Drawn, Run, Versus, versus, workers};
+use crate::units;
 use serde_json::Value;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -13,7 +15,7 @@ A folder is that of one run (it holds cells.jsonl), as `kvsieve run` prints it. 
 configuration, build and kind of machine, no cell in common) are one section; the page is written into the first folder, or \
 into --out. Of a run that processes share it shows how far each of them is.\n\n\
 Two runs that have cells in common are compared, the second with the first: what differs between their machines and \
-programs, and each cell whose time, memory, drift or score changed beyond noise (* marks which). A time has changed when the \
+programs, and each cell whose time, memory, drift, score or other result changed beyond noise (* marks which). A time has changed when the \
 95% intervals of the medians, of at least 10 samples each, do not meet and the medians differ by more than 5%; with --check a \
 change is exit status 1. It is in comparison.md too.\n\n\
 Examples:
@@ -38,7 +40,7 @@ pub struct Args {
     /// Heat maps of retained tokens with a row for each KV head instead of each layer
     #[arg(long)]
     per_head: bool,
-    /// Compare two runs, and end with exit status 1 if a cell changed beyond noise
+    /// Compare two runs, and end with exit status 1 if a cell changed beyond noise or is gone
     #[arg(long)]
     check: bool,
 }
@@ -72,11 +74,15 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         None => String::new(),
     };
     output::print(&format!("{progress}{versus}{} figures\nreport: {}\n", drawn.figures.len(), drawn.html.display()))?;
-    match compared.filter(|versus| args.check && versus.changed > 0) {
-        Some(Versus { common, changed, .. }) => {
+    match compared.filter(|_| args.check) {
+        Some(Versus { common, changed, .. }) if changed > 0 => {
             Err(Failure::work(format!("{changed} of {common} cells changed beyond noise")))
         }
-        None => Ok(()),
+        Some(Versus { gone, .. }) if gone > 0 => Err(Failure::work(format!(
+            "{} of the first run are not in the second",
+            units::counted(gone as u64, "cell")
+        ))),
+        _ => Ok(()),
     }
 }
 
@@ -97,6 +103,14 @@ fn progress(run: &Run) -> Option<String> {
 fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
     let mut runs: Vec<(Key, HashSet<String>, Run)> = Vec::new();
     for folder in folders {
+        // Beside runs may lie what a search for the longest context wrote, which has no cells.
+        if folders.len() > 1 && folder.join(MAX_CONTEXTS).is_file() && !folder.join(CELLS).is_file() {
+            output::warn(&[format!(
+                "'{}' holds a search for the longest context, which no report shows",
+                folder.display()
+            )]);
+            continue;
+        }
         let (records, environment) = store::read(folder)?;
         output::warn(workers::divided(&records).as_slice());
         let path = folder.join("config.toml");

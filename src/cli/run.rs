@@ -263,7 +263,7 @@ impl Way<'_> {
 impl Args {
     /// The command that runs the experiment again.
     fn repro(&self, path: &Path) -> String {
-        let mut command = format!("kvsieve run {}", path.display());
+        let mut command = format!("kvsieve run {}", super::shell_word(&path.display().to_string()));
         if self.compute.device != "cpu" {
             let _ = write!(command, " --device {}", self.compute.device);
         }

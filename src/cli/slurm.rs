@@ -174,15 +174,20 @@ impl Args {
              {program} run {experiment} --out {out} --join{device} --threads {cpus}{limit} &\n\
              child=$!\n\
              begin=$(date +%s)\n\
-             # The time limit is near: back into the queue, unless nothing was recorded, which would go on for ever.\n\
+             task=${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}\n\
+             # The time limit is near: back into the queue, unless this task recorded nothing, which would go on for ever.\n\
+             recorded() {{\n\
+             \x20   find {records} -name '*.jsonl' -size +0 -newermt \"@$begin\" \\\n\
+             \x20       \\( -name 'samples*' -o -exec grep -qF \"\\\"task\\\":\\\"$task\\\"\" {{}} \\; \\) -print -quit\n\
+             }}\n\
              requeue() {{\n\
              \x20   kill -TERM \"$child\"\n\
              \x20   wait \"$child\"\n\
-             \x20   if [ -z \"$(find {records} -name '*.jsonl' -size +0 -newermt \"@$begin\" -print -quit)\" ]; then\n\
-             \x20       echo 'error: nothing was recorded within the time limit; allow more with --time' >&2\n\
+             \x20   if [ -z \"$(recorded)\" ]; then\n\
+             \x20       echo 'error: this task recorded nothing within the time limit; allow more with --time' >&2\n\
              \x20       exit 1\n\
              \x20   fi\n\
-             \x20   scontrol requeue \"${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}\" && sleep {NOTICE_S}\n\
+             \x20   scontrol requeue \"$task\" && sleep {NOTICE_S}\n\
              \x20   exit 1\n\
              }}\n\
              trap requeue USR1\n\

@@ -3,6 +3,7 @@
 
 use super::answers::Estimate;
 use super::record::Record;
+use crate::stats::median_with_interval;
 use serde_json::Value;
 use std::collections::HashMap;
 
@@ -32,9 +33,21 @@ pub(super) fn renew(record: &mut Value) {
     record["schema"] = super::record::SCHEMA.into();
 }
 
-/// Intervals of scores, and of their differences from the full cache's, as they are defined now: of records that have them so already
-/// nothing changes.
-pub(super) fn renew_intervals(records: &mut [Record]) {
+/// What is found otherwise now: intervals of times, of scores and of their differences from the full cache's, as they are defined now: of records that have them so
+/// already nothing changes.
+pub(super) fn renew_found(records: &mut [Record]) {
+    // Of keys in codes the mass was that of the codes.
+    for record in records.iter_mut().filter(|record| record.cell.kv_format().k.dtype().is_none()) {
+        let Some(eviction) = &mut record.eviction else { continue };
+        eviction.attention_mass_kept = None;
+        eviction.steps.iter_mut().for_each(|step| step.attention_mass_kept = None);
+    }
+    for latency in records.iter_mut().flat_map(|record| record.latency.values_mut()) {
+        if !latency.samples_ns.is_empty() {
+            let values: Vec<f64> = latency.samples_ns.iter().map(|&ns| ns as f64).collect();
+            (latency.median_ns, latency.ci95_low_ns, latency.ci95_high_ns) = median_with_interval(&values);
+        }
+    }
     let scores = |record: &Record| {
         record.answers.as_ref().map(|answers| answers.sample_scores.clone()).filter(|scores| !scores.is_empty())
     };

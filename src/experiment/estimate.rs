@@ -108,7 +108,7 @@ pub fn table<'e>(
     let labels = cells.iter().map(|prepared| &prepared.cell).chain(others.iter().copied()).map(Cell::label);
     let width = labels.map(|label| label.chars().count()).max().unwrap_or(0);
     let mut text = format!("{:width$}  {:>15}  {:>9}\n", "cell", "predicted peak", "time");
-    let (mut total_s, mut oom, mut skipped) = (0.0, 0, 0);
+    let (mut total_s, mut oom, mut skipped, mut whole) = (0.0, 0, 0, 0);
     for prepared in cells {
         let bytes = prepared.predict(engine);
         let (peak, time) = match (&prepared.implementation, &rates) {
@@ -121,7 +121,7 @@ pub fn table<'e>(
                 (units::bytes(bytes), "oom".into())
             }
             _ if prepared.budget_holds_context() => {
-                skipped += 1;
+                whole += 1;
                 ("–".into(), "skipped".into())
             }
             (_, None) => (units::bytes(bytes), "–".into()),
@@ -163,12 +163,14 @@ pub fn table<'e>(
         Some(_) if unknown == cells.len() + others.len() => "; of none the time is known".into(),
         Some(_) => format!("; about {} in all without the {unknown} whose time is not known", minutes(total_s)),
     };
-    let skipped = if skipped > 0 { format!(", {skipped} that do not run on this device") } else { String::new() };
+    let reasons = [(skipped, "that do not run on this device"), (whole, "whose budget holds the whole context")];
+    let reasons = reasons.iter().filter(|(count, _)| *count > 0).map(|(count, why)| format!(", {count} {why}"));
     let _ = writeln!(
         text,
-        "{}, {oom} of them over the limit of {}{skipped}{}",
+        "{}, {oom} of them over the limit of {}{}{}",
         units::counted((cells.len() + others.len()) as u64, "cell"),
         units::bytes(limit_bytes),
+        reasons.collect::<String>(),
         total,
     );
     text

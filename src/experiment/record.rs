@@ -101,7 +101,7 @@ pub struct Record {
 }
 
 /// One of the processes that share a run.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Worker {
     /// `4711_3` of a Slurm array, `4711` of another job; elsewhere the number of the process.
     pub task: String,
@@ -300,6 +300,13 @@ pub struct Drift {
     pub checked_rows: usize,
 }
 
+impl Drift {
+    /// Tokens that were compared, in every sequence and head of their cell: what the interval was drawn from.
+    pub fn checked_tokens(&self, cell: &Cell) -> usize {
+        self.checked_rows / (cell.shape().batch * cell.q_heads).max(1)
+    }
+}
+
 /// What a policy did to the cache.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Eviction {
@@ -317,8 +324,9 @@ pub struct Eviction {
     pub kv_bytes_peak: u64,
     /// Needles whose value a late query still retrieves, as a fraction; `None` without planted needles.
     pub needle_recall: Option<f64>,
-    /// Fraction of the dense attention mass of late queries that falls on tokens that stayed.
-    pub attention_mass_kept: f64,
+    /// Fraction of the dense attention mass of late queries that falls on tokens that stayed; `None` where keys are codes, whose
+    /// own attention is not the dense one.
+    pub attention_mass_kept: Option<f64>,
     /// Fraction of scores that equal another score of the same head, so that the tie rule decides.
     pub tie_rate: f64,
     /// KV bytes that a decode step read, on average over the steps.
@@ -343,8 +351,9 @@ pub struct Step {
     pub new_tokens: usize,
     /// KV bytes of pages in use.
     pub kv_bytes_live: u64,
-    /// Fraction of the dense attention mass that fell on tokens that are there, over all heads.
-    pub attention_mass_kept: f64,
+    /// Fraction of the dense attention mass that fell on tokens that are there, over all heads; as
+    /// [`Eviction::attention_mass_kept`].
+    pub attention_mass_kept: Option<f64>,
     /// Drift over all heads.
     pub drift: f64,
 }

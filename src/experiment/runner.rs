@@ -9,6 +9,7 @@ mod trials;
 
 use super::cell::Cell;
 use super::engine::Engine;
+use super::environment;
 use super::grid::Experiment;
 use super::measure::{Implementation, Prepared, Stage};
 use super::record::{Latency, Memory, Record, Status, Worker};
@@ -126,17 +127,29 @@ pub fn run<'e>(
     }
     // Everything that a user can have got wrong is said before a folder is made.
     let cells = shard(prepare(experiment, registry, engine)?, options.shard);
-    let comparisons = deal(comparisons(experiment.in_comparisons()), options.shard);
+    // Of evaluations and the like the tokens say how long they take, roughly: those of a comparison are of one length.
+    let tokens = |cells: &Vec<&Cell>| {
+        cells.iter().map(|cell| (cell.context_tokens * cell.samples.unwrap_or(1)) as u64).sum::<u64>()
+    };
+    let mut comparisons = comparisons(experiment.in_comparisons());
+    if options.shard.is_some() {
+        comparisons.sort_by_key(|cells| std::cmp::Reverse(tokens(cells)));
+    }
+    let comparisons = deal(comparisons, options.shard, tokens);
     let base = options.out.join(&experiment.spec.name);
     let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
     let hash = experiment.config_hash();
     let resumed = if options.resume { Store::resume(&base, &hash, &suffix)? } else { None };
-    let (store, mut records) = match resumed {
-        Some(found) => found,
-        None => {
-            let (config, environment) = described(experiment, engine, options);
-            (Store::create(&base, &hash, &suffix, &config, &environment, CELLS)?, Vec::new())
+    let (config, environment) = described(experiment, engine, options);
+    let (store, mut records, worker) = match resumed {
+        Some((store, records)) => {
+            // What goes on with other threads or on another machine says so in its records: the folder's env.json is of the first.
+            let begun = store.environment()?;
+            let differs = |fact: &str| begun.pointer(fact) != environment.pointer(fact);
+            let elsewhere = ["/machine/cpu", "/run/threads", "/run/isa_path"].into_iter().any(differs);
+            (store, records, elsewhere.then(environment::worker))
         }
+        None => (Store::create(&base, &hash, &suffix, &config, &environment, CELLS)?, Vec::new(), None),
     };
     let mut done = finished(&records, options.limit_bytes);
     let group = |prepared: &Prepared| prepared.cell.without_choice().id();
@@ -161,7 +174,7 @@ pub fn run<'e>(
     let cells = todo.len() + comparisons.iter().map(Vec::len).sum::<usize>();
     progress(Progress::Start { cells, resumed: done.len() });
 
-    let mut runner = Runner { experiment, engine, options, store, worker: None, records: Vec::new(), progress };
+    let mut runner = Runner { experiment, engine, options, store, worker, records: Vec::new(), progress };
     for cells in &comparisons {
         runner.comparison(cells, registry)?;
     }
@@ -175,7 +188,7 @@ pub fn run<'e>(
 /// What a run's folder says of it: the configuration and the environment.
 fn described(experiment: &Experiment, engine: Engine<'_>, options: &Options) -> (String, serde_json::Value) {
     let config = toml::to_string_pretty(&experiment.spec).expect("a spec is plain data");
-    let mut environment = super::environment::probe(engine, &options.repro);
+    let mut environment = environment::probe(engine, &options.repro);
     environment["run"]["cells"] = experiment.cells.len().into();
     (config, environment)
 }
@@ -218,13 +231,18 @@ pub fn prepare<'e>(
     Ok(cells)
 }
 
-/// The cells of one shard. Whole comparisons are dealt, the heaviest first, so that shards cost about the same and no ratio
-/// is of two processes.
+/// The cells of one shard. Whole comparisons are dealt, so that no ratio is of two processes.
 fn shard(cells: Vec<Prepared>, shard: Option<(usize, usize)>) -> Vec<Prepared> {
     if shard.is_none() {
         return cells;
     }
-    deal(heaviest_first(cells), shard).into_iter().flat_map(|(_, cells)| cells).collect()
+    let work = |(_, cells): &(String, Vec<Prepared>)| work(cells);
+    deal(heaviest_first(cells), shard, work).into_iter().flat_map(|(_, cells)| cells).collect()
+}
+
+/// Arithmetic of a trial of each cell.
+fn work(cells: &[Prepared]) -> u64 {
+    cells.iter().map(|prepared| prepared.work().flops).sum()
 }
 
 /// Comparisons by what their cells share, those with most work first.
@@ -234,9 +252,7 @@ fn heaviest_first(cells: Vec<Prepared>) -> Vec<(String, Vec<Prepared>)> {
         comparisons.entry(prepared.cell.without_choice().id()).or_default().push(prepared);
     }
     let mut comparisons: Vec<_> = comparisons.into_iter().collect();
-    comparisons.sort_by_cached_key(|(id, cells)| {
-        (std::cmp::Reverse(cells.iter().map(|prepared| prepared.work().flops).sum::<u64>()), id.clone())
-    });
+    comparisons.sort_by_cached_key(|(id, cells)| (std::cmp::Reverse(work(cells)), id.clone()));
     comparisons
 }
 
@@ -253,10 +269,16 @@ pub(super) fn comparisons<'c>(cells: impl Iterator<Item = &'c Cell>) -> Vec<Vec<
     comparisons.into_iter().map(|(_, cells)| cells).collect()
 }
 
-/// Every n-th of `cells`; all of them without shards.
-fn deal<T>(cells: Vec<T>, shard: Option<(usize, usize)>) -> Vec<T> {
-    let (index, count) = shard.unwrap_or((1, 1));
-    cells.into_iter().skip(index - 1).step_by(count).collect()
+/// A shard's part: each of `all`, from the first on, is for the shard that has least to do so far. All without shards.
+fn deal<T>(all: Vec<T>, shard: Option<(usize, usize)>, work: impl Fn(&T) -> u64) -> Vec<T> {
+    let Some((index, count)) = shard else { return all };
+    let mut loads = vec![0u64; count];
+    let is_ours = |one: &T| {
+        let least = (0..count).min_by_key(|&shard| loads[shard]).expect("there is a shard");
+        loads[least] += work(one).max(1);
+        least == index - 1
+    };
+    all.into_iter().filter(is_ours).collect()
 }
 
 /// What decides a cell's inputs.
@@ -404,5 +426,20 @@ pub(in crate::experiment) fn latency(samples_ns: Vec<u64>, warmups: usize, stop_
         samples_ns,
         warmups,
         stop_reason: stop_reason.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_have_about_as_much_to_do() {
+        // Each four times the one behind it, and of equal ones every shard has its part.
+        for (work, loads) in [(vec![64u64, 16, 4, 1], [64, 21]), (vec![3; 5], [9, 6])] {
+            let of = |index| deal(work.clone(), Some((index, 2)), |&work| work);
+            assert_eq!([of(1), of(2)].map(|part| part.iter().sum::<u64>()), loads);
+        }
+        assert_eq!(deal(vec![5, 4], None, |&work| work), [5, 4]);
     }
 }

@@ -69,7 +69,7 @@ pub struct Timing {
 
 impl Default for Timing {
     fn default() -> Self {
-        Timing { warmups: 1, min_rounds: 5, max_rounds: 30, target: 0.03, cap_s: 10.0 }
+        Timing { warmups: 1, min_rounds: 6, max_rounds: 30, target: 0.03, cap_s: 10.0 }
     }
 }
 

@@ -112,6 +112,14 @@ impl Store {
         Ok(Some((store, current(records))))
     }
 
+    /// The environment in which the run was begun.
+    ///
+    /// # Errors
+    /// When the file that says so is no JSON.
+    pub fn environment(&self) -> Result<serde_json::Value, StoreError> {
+        environment(&self.folder)
+    }
+
     /// Reads what is in the file and cuts off a torn last line.
     fn go_on(mut self) -> Result<(Self, Vec<Record>), StoreError> {
         let (records, whole) = read_records(&self.path)?;
@@ -173,14 +181,18 @@ pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreErro
     });
     records.extend(found?.0);
     let mut records = current(records);
-    earlier::renew_intervals(&mut records);
+    earlier::renew_found(&mut records);
+    Ok((records, environment(folder)?))
+}
+
+/// The environment in which a run was begun; nothing where no file says.
+fn environment(folder: &Path) -> Result<serde_json::Value, StoreError> {
     let path = folder.join("env.json");
-    let environment = match fs::read_to_string(&path) {
+    match fs::read_to_string(&path) {
         Ok(text) => serde_json::from_str(&text)
-            .map_err(|error| StoreError::Read { path, reason: format!("it is not JSON: {error}") })?,
-        Err(_) => serde_json::Value::Null,
-    };
-    Ok((records, environment))
+            .map_err(|error| StoreError::Read { path, reason: format!("it is not JSON: {error}") }),
+        Err(_) => Ok(serde_json::Value::Null),
+    }
 }
 
 /// Records of a run that processes shared, by comparison.

@@ -134,7 +134,9 @@ impl Scale<'_> {
         let first = ranks.partition_point(|&ranks| self.tree_ns(ranks) <= self.read_ns(ranks));
         Turns {
             ring_least_tokens,
-            ring_most_ranks: ring_least_tokens.map(|tokens| Some(self.context / tokens).filter(|&ranks| ranks > 1)),
+            // Cards of one node do not send over the network, however few tokens they have.
+            ring_most_ranks: ring_least_tokens
+                .map(|tokens| Some((self.context / tokens).max(self.node_cards)).filter(|&ranks| ranks > 1)),
             tree_ranks: ranks.get(first).copied(),
         }
     }

@@ -5,6 +5,7 @@
 use super::naming::{HEADS, KERNEL, Naming};
 use super::noise::{self, Measured};
 use super::{baseline, knobs, leaderboard, palette, serving, text};
+use crate::experiment::cell::Cell;
 use crate::experiment::measure::{Choice, Measure};
 use crate::experiment::record::{Drift, Record, Status};
 use crate::units;
@@ -54,13 +55,20 @@ fn ran_out(records: &[&Record]) -> Vec<String> {
     first.into_iter().filter_map(sentence).collect()
 }
 
-/// The fastest kernel against `naive`, at the longest context that both ran.
+/// The fastest kernel against `naive`, at the longest context that both ran. Of several seeds the median speaks, so that no
+/// kernel wins by a lucky one.
 fn kernels(records: &[&Record], measure: Measure) -> Option<String> {
     let compared = records.iter().filter(|record| record.cell.measure == measure && !baseline::is_one(record));
-    let rivals = compared.filter_map(|record| Some((*record, baseline::speed_up(record, records)?)));
-    let (best, speed) = rivals.max_by(|(a, fast), (b, faster)| {
-        a.cell.context_tokens.cmp(&b.cell.context_tokens).then(fast.total_cmp(faster))
-    })?;
+    let mut seeds: BTreeMap<String, Vec<(&Record, f64)>> = BTreeMap::new();
+    for (record, speed) in compared.filter_map(|record| Some((*record, baseline::speed_up(record, records)?))) {
+        let cell = Cell { seed: 0, workload_hash: String::new(), ..record.cell.clone() };
+        seeds.entry(cell.id()).or_default().push((record, speed));
+    }
+    let ((best, speed), of_seeds) =
+        seeds.into_values().map(median_speed).max_by(|((a, fast), _), ((b, faster), _)| {
+            a.cell.context_tokens.cmp(&b.cell.context_tokens).then(fast.total_cmp(faster))
+        })?;
+    let of_seeds = if of_seeds > 1 { format!(", the median of {of_seeds} seeds") } else { String::new() };
     let theirs = baseline::of(best, records)?;
     let bytes = |record: &Record| record.memory.as_ref().map(|memory| memory.peak_bytes as f64);
     let saved = bytes(theirs).zip(bytes(best)).map(|(theirs, own)| theirs / own);
@@ -83,12 +91,18 @@ fn kernels(records: &[&Record], measure: Measure) -> Option<String> {
         }
     };
     Some(format!(
-        "{} at a context of {} ({} heads, {}): {what}.",
+        "{} at a context of {} ({} heads, {}{of_seeds}): {what}.",
         measure.name(),
         units::tokens(best.cell.context_tokens),
         best.cell.heads(),
         best.cell.dtype,
     ))
+}
+
+/// The lower median of cells that differ in their seed, and how many they are.
+fn median_speed(mut of: Vec<(&Record, f64)>) -> ((&Record, f64), usize) {
+    of.sort_by(|(_, slow), (_, fast)| slow.total_cmp(fast));
+    (of[(of.len() - 1) / 2], of.len())
 }
 
 /// For each budget at the longest context: the policy with the least drift, and what it buys.
@@ -111,6 +125,8 @@ fn policies(records: &[&Record]) -> Vec<String> {
         }
     }
     let sentence = |(budget, policies): (&str, BTreeMap<String, Seeds>)| {
+        // Intervals of a single draw are over its tokens: what another draw would give, they do not know.
+        let draws = policies.values().map(Vec::len).min().unwrap_or(0);
         let mut rivals: Vec<(Measured, &Record)> = policies.into_iter().map(over_seeds).collect();
         rivals.sort_by(|(a, _), (b, _)| a.value.total_cmp(&b.value));
         let tight = rivals.iter().filter(|(_, record)| text::is_only_protected(record));
@@ -134,7 +150,8 @@ fn policies(records: &[&Record]) -> Vec<String> {
             format!("the least drift is {}", noise::undecided(all, samples))
         };
         let context = units::tokens(record.cell.context_tokens);
-        Some(format!("evict at a context of {context}, budget {budget}: {what}.{}", text::only_protected(&tight)))
+        let draw = if draws == 1 { ", one draw of the inputs" } else { "" };
+        Some(format!("evict at a context of {context}, budget {budget}{draw}: {what}.{}", text::only_protected(&tight)))
     };
     seeds.into_iter().filter_map(sentence).collect()
 }
@@ -145,7 +162,7 @@ fn over_seeds<'r>((name, mut cells): (String, Vec<(&'r Drift, &'r Record)>)) -> 
     let (median, record) = cells[(cells.len() - 1) / 2];
     let low = cells.iter().map(|(drift, _)| drift.ci95_low).fold(f64::INFINITY, f64::min);
     let high = cells.iter().map(|(drift, _)| drift.ci95_high).fold(f64::NEG_INFINITY, f64::max);
-    let count = cells.iter().map(|(drift, _)| drift.checked_rows).sum();
+    let count = cells.iter().map(|(drift, record)| drift.checked_tokens(&record.cell)).sum();
     let ends = (low.min(cells[0].0.rel_l2), high.max(cells[cells.len() - 1].0.rel_l2));
     (Measured { name, value: median.rel_l2, low: ends.0, high: ends.1, count }, record)
 }
@@ -156,7 +173,10 @@ fn needs(record: &Record, records: &[&Record]) -> Option<String> {
     let bytes = text::percent(eviction.kv_bytes_live as f64 / eviction.kv_bytes_dense as f64);
     let time = |record: &Record| Some(Measured::time(String::new(), text::main_phase(record)?));
     let full = baseline::of(record, records).and_then(time);
-    let time = time(record).zip(full).filter(|(own, full)| own.differs(full));
+    // Where other policies take another time for the same bytes, it is not this one that the time is of.
+    let is_unequal =
+        noise::unequal(records).iter().any(|(_, differ)| differ.iter().any(|other| other.cell == record.cell));
+    let time = time(record).zip(full).filter(|(own, full)| !is_unequal && own.differs(full));
     let time = time.map(|(own, full)| format!(" and {} of the decode time", text::percent(own.value / full.value)));
     Some(format!("{bytes} of the KV bytes{} of `full`", time.unwrap_or_default()))
 }

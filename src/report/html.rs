@@ -47,14 +47,14 @@ fn rendered(runs: &[Value], redraw: &str) -> Result<String, ReportError> {
 /// `summary.md`.
 pub fn summary(sections: &[(&Run, Vec<Figure>)]) -> String {
     let section = |(run, figures): &(&Run, Vec<Figure>)| {
-        let findings = findings::of(&latest(&run.records)).into_iter().map(|finding| format!("- {finding}\n"));
+        let findings = said(run, findings::of(&latest(&run.records))).map(|finding| format!("- {finding}\n"));
         let pictures = figures.iter().map(|figure| format!("![{}]({}.svg)\n\n", figure.title, figure.stem));
         format!(
             "# {}\n\n{}\n\nRun `{}`: {}. Again: `{}`\n\n{}\n{}\n{}",
             run.experiment,
             run.description.trim(),
             run.run_id,
-            tally(&latest(&run.records)),
+            tally(run),
             run.repro,
             findings.collect::<String>(),
             pictures.collect::<String>(),
@@ -96,12 +96,13 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         description => &run.description,
         run_id => &run.run_id,
         repro => &run.repro,
-        tally => tally(&records),
-        findings => super::findings(&run.records),
+        tally => tally(run),
+        findings => said(run, super::findings(&run.records)).collect::<Vec<_>>(),
         figures => figures.iter().map(picture).collect::<Vec<_>>(),
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
         simulations => serving::rows(&simulated),
         recalls => recall::rows(&recalled),
+        has_comparisons => matches!(leaderboard::comparisons(&records), Ok(Some(_))),
         rankings => leaderboard::tables(&evaluated).iter().chain(&edits::tables(&edited)).chain(&knobs::tables(&records)).map(Table::value).collect::<Vec<_>>(),
         evaluations => answers::rows(&evaluated),
         common => answers::common(&evaluated),
@@ -149,7 +150,7 @@ fn row(record: &Record, records: &[&Record], naming: &Naming, is_unequal: bool) 
         dtype => cell.dtype.name(),
         apart => naming.apart(record),
         context => units::tokens(cell.context_tokens),
-        policy => cell.chosen().unwrap_or(NOTHING),
+        policy => cell.chosen().or(cell.tuning.as_deref()).unwrap_or(NOTHING),
         budget => cell.budget.as_deref().unwrap_or(NOTHING),
         peak => text::peak(record),
         kv => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_live))),
@@ -157,20 +158,35 @@ fn row(record: &Record, records: &[&Record], naming: &Naming, is_unequal: bool) 
         median => or_nothing(phase.map(|phase| units::nanoseconds(phase.median_ns))),
         is_unequal,
         only_protected => ok.is_some_and(text::is_only_protected),
-        interval => phase.map(text::half_width).unwrap_or_default(),
+        interval => phase.map(text::ends).unwrap_or_default(),
         drift => or_nothing(ok.and_then(|record| Some(text::drift(record.drift.as_ref()?.rel_l2)))),
         recall => or_nothing(eviction.and_then(|eviction| eviction.needle_recall).map(text::percent)),
         speed_up => or_nothing(baseline::speed_up(record, records).map(text::times)),
     }
 }
 
-/// `42 cells: 40 ok, 2 oom`.
-fn tally(records: &[&Record]) -> String {
+/// What the numbers say, and before it that some are not there.
+fn said(run: &Run, findings: Vec<String>) -> impl Iterator<Item = String> {
+    let missing = run.missing();
+    let incomplete = (missing > 0).then(|| {
+        let (there, are) = (latest(&run.records).len(), if missing == 1 { "is" } else { "are" });
+        format!("Incomplete: {missing} of {} cells {are} not here; what follows is of the rest.", there + missing)
+    });
+    incomplete.into_iter().chain(findings)
+}
+
+/// `42 cells: 40 ok, 2 oom`; `42 of 50 cells` where some have no record.
+fn tally(run: &Run) -> String {
+    let records = latest(&run.records);
     let count = |wanted: Status| records.iter().filter(|record| record.status == wanted).count();
     let statuses = [Status::Ok, Status::Oom, Status::Failed, Status::Skipped];
     let counts = statuses.into_iter().map(|wanted| (count(wanted), status(wanted))).filter(|(count, _)| *count > 0);
     let counts: Vec<String> = counts.map(|(count, name)| format!("{count} {name}")).collect();
-    format!("{}: {}", units::counted(records.len() as u64, "cell"), counts.join(", "))
+    let cells = match run.missing() {
+        0 => units::counted(records.len() as u64, "cell"),
+        missing => format!("{} of {} cells", records.len(), records.len() + missing),
+    };
+    format!("{cells}: {}", counts.join(", "))
 }
 
 /// Nested JSON as `outer.inner` and value, in the order of the file.

@@ -51,10 +51,14 @@ impl Ranked {
     }
 }
 
-/// The records of the experiment's own setting; all of them where it is not among the settings.
+/// The records of the experiment's own setting, where the others are told by rankings; else all.
 pub fn own<'a>(records: &[&'a Record]) -> Vec<&'a Record> {
-    let own: Vec<&Record> = records.iter().copied().filter(|record| record.cell.knobs.is_none()).collect();
-    if own.is_empty() { records.to_vec() } else { own }
+    let is_told = |record: &Record| record.cell.knobs.is_some() && record.cell.measure == Measure::EVICT;
+    if !records.iter().any(|record| is_told(record)) || rankings(records).is_empty() {
+        return records.to_vec();
+    }
+    let own: Vec<&Record> = records.iter().copied().filter(|record| !is_told(record)).collect();
+    if own.iter().any(|record| record.cell.measure == Measure::EVICT) { own } else { records.to_vec() }
 }
 
 /// Logarithms of drift over seeds, with the cells.
@@ -223,6 +227,8 @@ mod tests {
         // What is drawn elsewhere is the own setting.
         assert_eq!(own(&records).len(), 8);
         assert_eq!(own(&records[2..3]).len(), 1);
+        // Where no ranking tells of them, all settings are shown.
+        assert_eq!(own(&records[..3]).len(), 3);
     }
 
     #[test]

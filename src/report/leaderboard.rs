@@ -6,7 +6,7 @@ use super::combined;
 use super::comparison::{self, Pair, Ranked};
 use super::noise::{self, Measured};
 use super::palette;
-use super::pools::{Pool, answers, full_score, is_ranked, is_text, pools};
+use super::pools::{Pool, answers, full_score, is_ranked, is_text, left_out, pools};
 use super::table::Table;
 use super::text::{self, NOTHING};
 use crate::eval::Protocol;
@@ -56,7 +56,7 @@ fn of_protocol(records: &[&Record]) -> Vec<Table> {
         heading: format!("eval: leaderboard{protocol}"),
         subtitle: if pools.is_empty() { String::new() } else { format!("{what} · {common}") },
         rows: if pools.is_empty() { Vec::new() } else { leaderboard(&pools, scored) },
-        notes: tight.into_iter().chain(unranked(records)).collect(),
+        notes: tight.into_iter().chain(unranked(records)).chain(left_out(records)).collect(),
     };
     let combined = combined::tables(&pools, &protocol);
     std::iter::once(board).chain(combined).chain(comparison::tables(&pools, &protocol)).collect()
@@ -139,7 +139,8 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
         let sentence = |budget: Vec<Ranked>| best(&budget, &pools, &protocol);
         let compared = |ranked: &Vec<Ranked>| combined::is_compared(ranked[0].pool, &pools);
         let best = comparison::ranked(&pools).into_iter().filter(compared).filter_map(sentence);
-        best.chain(combined::findings(&pools, &protocol)).collect::<Vec<_>>()
+        let left_out = left_out(records).map(|words| format!("eval{protocol}: {words}."));
+        best.chain(combined::findings(&pools, &protocol)).chain(left_out).collect::<Vec<_>>()
     };
     by_protocol(records).iter().flat_map(of_protocol).collect()
 }

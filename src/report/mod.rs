@@ -78,6 +78,14 @@ pub struct Run {
     pub records: Vec<Record>,
 }
 
+impl Run {
+    /// Cells of the experiment that have no record here: an interrupted run's, or those of other shards or machines.
+    fn missing(&self) -> usize {
+        let all = self.environment["run"]["cells"].as_u64().unwrap_or(0) as usize;
+        all.saturating_sub(latest(&self.records).len())
+    }
+}
+
 /// What [`write()`] wrote.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drawn {

@@ -45,10 +45,9 @@ pub const TASK: Dimension = |record| record.cell.task.clone().unwrap_or_default(
 /// Samples of an evaluation.
 pub const SAMPLES: Dimension =
     |record| record.cell.samples.map_or(String::new(), |samples| format!("{samples} samples"));
-const MODEL: Dimension = |record| {
-    let model = record.cell.model.as_deref().unwrap_or_default();
-    model.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default().into()
-};
+const MODEL: Dimension = |record| last_part(&record.cell).into();
+/// The same where two have one name in different folders.
+const MODEL_PATH: Dimension = |record| record.cell.model.clone().unwrap_or_default();
 /// What policies had seen of a question.
 const PROTOCOL: Dimension = |record| record.cell.protocol.map_or(String::new(), |protocol| protocol.name().into());
 const CHAT: Dimension = |record| if record.cell.chat { "chat template".into() } else { String::new() };
@@ -85,6 +84,12 @@ const ISA: Dimension = |record| record.isa_path.clone();
 const KNOBS: Dimension = |record| record.cell.knobs.as_ref().map_or(String::new(), ToString::to_string);
 const WORKLOAD: Dimension = |record| format!("workload {}", short(&record.cell.workload_hash));
 
+/// The name of a model's folder or file.
+fn last_part(cell: &Cell) -> &str {
+    let model = cell.model.as_deref().unwrap_or_default();
+    model.rsplit('/').find(|part| !part.is_empty()).unwrap_or_default()
+}
+
 /// The first six characters of a hash.
 fn short(hash: &str) -> &str {
     hash.char_indices().nth(6).map_or(hash, |(end, _)| &hash[..end])
@@ -102,8 +107,9 @@ impl Naming {
     /// whatever else of kernel, heads and context is not among `first` is left to the caller.
     pub fn over(records: &[&Record], first: &[Dimension]) -> Naming {
         let mut all = first.to_vec();
+        let is_ambiguous = compete(records, |cell| (last_part(cell), &cell.model));
         all.extend([
-            MODEL,
+            if is_ambiguous { MODEL_PATH } else { MODEL },
             PROTOCOL,
             CHAT,
             LAYERS,

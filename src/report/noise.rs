@@ -5,7 +5,7 @@ use super::naming::{BUDGET, CONTEXT, Naming};
 use super::workers::{Machine, machine};
 use super::{baseline, text};
 use crate::experiment::record::{Latency, Record, Status};
-use crate::stats::wilson;
+use crate::stats::{LEAST_FOR_INTERVAL, wilson};
 use crate::units;
 use std::collections::BTreeMap;
 
@@ -44,9 +44,14 @@ impl Measured {
         self.count.min(other.count) >= LEAST_SAMPLES && (self.high < other.low || other.high < self.low)
     }
 
-    /// Name, value and interval.
+    /// Name, value and interval; of so few samples that theirs is no 95% interval, how many they are.
     pub fn words(&self, write: impl Fn(f64) -> String) -> String {
-        format!("`{}` ({}, 95% {} to {})", self.name, write(self.value), write(self.low), write(self.high))
+        let Measured { name, value, low, high, count } = self;
+        let sure = match *count < LEAST_FOR_INTERVAL {
+            true => format!("{}:", units::counted(*count as u64, "sample")),
+            false => "95%".into(),
+        };
+        format!("`{name}` ({}, {sure} {} to {})", write(*value), write(*low), write(*high))
     }
 }
 

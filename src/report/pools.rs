@@ -4,7 +4,7 @@
 //! pairs. Tasks that the model cannot do with its full cache rank nobody.
 
 use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES};
-use super::text;
+use super::{noise, text};
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
@@ -56,8 +56,35 @@ pub fn pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
 }
 
 /// The pools of the longest context that has any, and what they have in common. One that lacks a task that others of its
-/// setting have is left out: its mean would be of something else.
+/// setting have is left out ([`left_out`]): its mean would be of something else.
 pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
+    let (mut pools, common) = grouped(records);
+    let fullest = fullest(&pools);
+    pools.retain(|pool| pool.records.iter().map(|record| asked(record)).eq(fullest[&pool.setting].iter().copied()));
+    (pools, common)
+}
+
+/// The pools that are left out for what they lack, each with the tasks and seeds that gave no answer; `None` without any.
+pub fn left_out(records: &[&Record]) -> Option<String> {
+    let (pools, _) = grouped(&records.iter().copied().filter(|record| is_ranked(record)).collect::<Vec<_>>());
+    let fullest = fullest(&pools);
+    let words = |pool: &Pool| {
+        let has = |of: &AskedOf| pool.records.iter().any(|record| asked(record) == *of);
+        let lacks: Vec<String> = fullest[&pool.setting].iter().filter(|of| !has(of)).map(what).collect();
+        let budget = if pool.budget.is_empty() { String::new() } else { format!(" at {}", pool.budget) };
+        (!lacks.is_empty()).then(|| format!("`{}`{budget} ({})", pool.name, noise::listed(lacks)))
+    };
+    let all: Vec<String> = pools.iter().filter_map(words).collect();
+    (!all.is_empty()).then(|| format!("left out, without an answer that others have: {}", noise::listed(all)))
+}
+
+/// A task or text with its seed.
+fn what((task, text, seed, _): &AskedOf) -> String {
+    format!("{}, seed {seed}", task.or(*text).unwrap_or(text::NOTHING))
+}
+
+/// All pools of the longest context that has any, their records in one order, and what they have in common.
+fn grouped<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     let mut records: Vec<&Record> = records.iter().copied().filter(|record| answers(record).is_some()).collect();
     // Texts have no score; beside tasks they are left to their own table.
     let scored = |record: &&Record| answers(record).is_some_and(|answers| answers.accuracy.is_some());
@@ -81,16 +108,19 @@ pub fn all_pools<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     for pool in &mut pools {
         pool.records.sort_by_key(|record| asked(record));
     }
+    (pools, naming.common)
+}
+
+/// What the pool that answered most of each setting was asked, in order.
+fn fullest<'a>(pools: &[Pool<'a>]) -> BTreeMap<String, Vec<AskedOf<'a>>> {
     let mut fullest: BTreeMap<String, Vec<AskedOf>> = BTreeMap::new();
-    for pool in &pools {
-        let asked: Vec<AskedOf> = pool.records.iter().map(|record| asked(record)).collect();
+    for pool in pools {
         let most = fullest.entry(pool.setting.clone()).or_default();
-        if asked.len() > most.len() {
-            *most = asked;
+        if pool.records.len() > most.len() {
+            *most = pool.records.iter().map(|record| asked(record)).collect();
         }
     }
-    pools.retain(|pool| pool.records.iter().map(|record| asked(record)).eq(fullest[&pool.setting].iter().copied()));
-    (pools, naming.common)
+    fullest
 }
 
 /// Task, text and seed of a cell: what its samples are drawn from.

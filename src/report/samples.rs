@@ -198,7 +198,7 @@ fn layered(policy: &str, budget: f64, place: usize) -> Record {
         .map(|step| Step {
             new_tokens: 256 * step,
             kv_bytes_live: eviction.kv_bytes_live + 1024 * step as u64,
-            attention_mass_kept: if policy == "oracle" { 0.95 } else { 0.9 - 0.01 * place as f64 },
+            attention_mass_kept: Some(if policy == "oracle" { 0.95 } else { 0.9 - 0.01 * place as f64 }),
             drift: 0.1 + 0.01 * step as f64,
         })
         .collect();
@@ -273,7 +273,7 @@ pub fn evicted(context: usize, policy: &str, budget: f64) -> Record {
         kv_bytes_live: live,
         kv_bytes_peak: dense,
         needle_recall: Some((1.0 - whole * (1.0 - budget)).clamp(0.0, 1.0)),
-        attention_mass_kept: 0.9,
+        attention_mass_kept: Some(0.9),
         tie_rate: 0.0,
         kv_bytes_read: live,
         kv_bytes_padded: live,
@@ -281,7 +281,12 @@ pub fn evicted(context: usize, policy: &str, budget: f64) -> Record {
         kept_by_position: vec![vec![budget as f32; 64]; 2],
         drift_by_head: vec![vec![rel_l2; 8]],
         steps: (1..=4)
-            .map(|step| Step { new_tokens: 8 * step, kv_bytes_live: live, attention_mass_kept: 0.9, drift: rel_l2 })
+            .map(|step| Step {
+                new_tokens: 8 * step,
+                kv_bytes_live: live,
+                attention_mass_kept: Some(0.9),
+                drift: rel_l2,
+            })
             .collect(),
     });
     record
@@ -303,7 +308,7 @@ pub fn served(trace: &str, strategy: &str) -> Record {
         waste_of_held: 1.0 - token_fraction,
         mean_batch: 40.0 * token_fraction,
         finished_requests: 1000,
-        dropped_requests: 0,
+        preempted_requests: 0,
         counted_steps: 5000,
     });
     record

@@ -61,7 +61,7 @@ fn times(record: &Record, records: &[&Record]) -> Vec<String> {
         name(record),
         sent_bytes.map_or(NOTHING.into(), units::bytes),
         step.map_or_else(|| status(record.status).into(), |step| units::nanoseconds(step.median_ns)),
-        step.map_or(NOTHING.into(), text::half_width),
+        step.map_or(NOTHING.into(), text::ends),
         ratio.unwrap_or(NOTHING.into()),
     ]
 }

@@ -176,7 +176,7 @@ fn time_and_drift(phase: &'static str) -> [Column<'static>; 3] {
                 other => status(other).into(),
             }),
         ),
-        measured("±", |record| Some(text::half_width(text::main_phase(record)?))),
+        measured("±", |record| Some(text::ends(text::main_phase(record)?))),
         measured("drift", |record| Some(text::drift(record.drift.as_ref()?.rel_l2))),
     ]
 }

@@ -39,14 +39,20 @@ pub fn percent(value: f64) -> String {
     format!("{:.0}%", value * 100.0)
 }
 
-/// Half the width of an interval of the median, as a fraction of the median: `±2%`. One sample has none.
-pub fn half_width(latency: &Latency) -> String {
-    let half = (latency.ci95_high_ns - latency.ci95_low_ns) / 2.0;
-    let share = 100.0 * half / latency.median_ns;
-    if !share.is_finite() || latency.samples_ns.len() < 2 {
+/// How far the ends of an interval of the median lie from it, as a fraction of it: the farther one, `±2%`, or both where
+/// one is more than twice as far, `-1% +30%`. One sample has none.
+pub fn ends(latency: &Latency) -> String {
+    let share = |end: f64| 100.0 * (end / latency.median_ns - 1.0).abs();
+    let (below, above) = (share(latency.ci95_low_ns), share(latency.ci95_high_ns));
+    let (near, far) = (below.min(above), below.max(above));
+    if !far.is_finite() || latency.samples_ns.len() < 2 {
         return NOTHING.into();
     }
-    if share < 9.5 { format!("±{share:.1}%") } else { format!("±{share:.0}%") }
+    let digits = |share: f64| if share < 9.5 { format!("{share:.1}%") } else { format!("{share:.0}%") };
+    match far < 9.5 || far <= 2.0 * near {
+        true => format!("±{}", digits(far)),
+        false => format!("-{} +{}", digits(below), digits(above)),
+    }
 }
 
 /// How many times something is larger: `3.20x`.
@@ -85,7 +91,17 @@ mod tests {
             assert_eq!(drift(value), expected);
         }
         let one = Latency { samples_ns: vec![7], median_ns: 7.0, ci95_low_ns: 7.0, ci95_high_ns: 7.0, ..sample() };
-        assert_eq!(half_width(&one), NOTHING);
+        assert_eq!(ends(&one), NOTHING);
+        let of = |low: f64, high: f64| {
+            ends(&Latency {
+                samples_ns: vec![7; 9],
+                median_ns: 100.0,
+                ci95_low_ns: low,
+                ci95_high_ns: high,
+                ..sample()
+            })
+        };
+        assert_eq!([of(98.0, 101.0), of(80.0, 115.0), of(99.0, 350.0)], ["±2.0%", "±20%", "-1.0% +250%"]);
         assert_eq!((percent(0.875), times(3.2), times(123.4)), ("88%".into(), "3.20x".into(), "123x".into()));
     }
 }

@@ -70,7 +70,7 @@ fn times(record: &Record) -> Vec<String> {
         peak.unwrap_or(NOTHING.into()),
         off.map_or(NOTHING.into(), units::bytes),
         step.map_or_else(|| status(record.status).into(), |step| units::nanoseconds(step.median_ns)),
-        step.map_or(NOTHING.into(), text::half_width),
+        step.map_or(NOTHING.into(), text::ends),
     ]
 }
 

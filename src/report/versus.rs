@@ -2,16 +2,17 @@
 //!
 //! Cells are the same when their ids are: all that decides a number but the code and the machine. Bytes are exact, so that any
 //! difference is a change. A time has changed when the intervals of the two medians do not meet and the medians are
-//! further apart than [`STILL`]; times of different machines are not compared. Drift and scores have changed when they differ
-//! by more than rounding does.
+//! further apart than [`STILL`]; times of different machines are not compared. Drift, scores and what else a measure found have
+//! changed when they differ by more than rounding does.
 
 use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming, SEED, TASK};
 use super::noise::LEAST_SAMPLES;
 use super::text::{self, NOTHING};
 use super::{Run, latest, summary, table};
+use crate::experiment::cell::Cell;
 use crate::experiment::record::{Latency, Record, Status};
 use crate::units;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Medians that lie nearer to each other are the same: two runs of one program, minutes apart, differ by as much.
@@ -35,6 +36,8 @@ pub struct Versus {
     pub common: usize,
     /// Of these, how many changed beyond noise, or ended otherwise.
     pub changed: usize,
+    /// Cells of the first run that the second has not.
+    pub gone: usize,
 }
 
 /// Compares the run `b` with the earlier run `a`.
@@ -53,7 +56,7 @@ pub fn versus(a: &Run, b: &Run) -> Versus {
         text.push_str(&format!("- {name}: {a} -> {b}\n"));
     }
     if !same_machine {
-        text.push_str("- times are of different machines: they are shown, and count for nothing\n");
+        text.push_str("- times are of different machines and count for nothing\n");
     }
     let (gone, new) = (before.len() - pairs.len(), after.len() - pairs.len());
     let others = [(gone, "only in the first"), (new, "only in the second")];
@@ -64,7 +67,7 @@ pub fn versus(a: &Run, b: &Run) -> Versus {
     match untimed.count() {
         0 => (),
         count => text.push_str(&format!(
-            "- times of {} are of fewer than {LEAST_SAMPLES} samples: they are shown, and count for nothing\n",
+            "- times of {} are of fewer than {LEAST_SAMPLES} samples and count for nothing\n",
             cells(count)
         )),
     }
@@ -72,7 +75,7 @@ pub fn versus(a: &Run, b: &Run) -> Versus {
         0 => "\nNo cell changed beyond noise.\n".into(),
         _ => format!("\n{}\n{changed} of {} changed (second / first).\n", table(&changes), cells(pairs.len())),
     });
-    Versus { text, common: pairs.len(), changed }
+    Versus { text, common: pairs.len(), changed, gone }
 }
 
 /// A cell in two runs.
@@ -84,6 +87,8 @@ struct Change<'r> {
     peak: bool,
     drift: bool,
     score: bool,
+    /// What else the measure found that is no longer the same, as `recall.kept.mean 0.91 -> 0.4`.
+    found: Vec<String>,
 }
 
 impl<'r> Change<'r> {
@@ -97,11 +102,12 @@ impl<'r> Change<'r> {
             peak: a.status == b.status && peak(a) != peak(b),
             drift: both(drift) && [a, b].into_iter().filter_map(drift).any(|drift| drift > OF_ROUNDING),
             score: both(score),
+            found: found(a, b),
         }
     }
 
     fn is_one(&self) -> bool {
-        self.status || self.time || self.peak || self.drift || self.score
+        self.status || self.time || self.peak || self.drift || self.score || !self.found.is_empty()
     }
 }
 
@@ -133,6 +139,36 @@ fn score(record: &Record) -> Option<f64> {
     Some(record.answers.as_ref()?.accuracy.as_ref()?.mean)
 }
 
+/// Numbers of a memory's, an editor's and a pool's results and of an eviction that differ.
+fn found(a: &Record, b: &Record) -> Vec<String> {
+    if a.status != Status::Ok || b.status != Status::Ok {
+        return Vec::new();
+    }
+    let numbers = |record: &Record| {
+        let eviction = record.eviction.as_ref();
+        let live = eviction.map(|eviction| eviction.kv_bytes_live);
+        let eviction = json!({"kv_bytes_live": live, "needle_recall": eviction.and_then(|found| found.needle_recall)});
+        flat(&json!({"recall": record.recall, "edit": record.edit, "serving": record.serving, "eviction": eviction}))
+    };
+    let (before, after) = (numbers(a), numbers(b));
+    let differs = |name: &&String| {
+        let number = |of: &BTreeMap<String, String>| of.get(*name).and_then(|text| text.parse::<f64>().ok());
+        match (number(&before), number(&after)) {
+            (Some(a), Some(b)) => apart(a, b),
+            (a, b) => a != b,
+        }
+    };
+    let words = |name: &String| {
+        let value = |of: &BTreeMap<String, String>| {
+            let number = of.get(name).and_then(|text| text.parse().ok());
+            number.map_or(NOTHING.into(), units::three_digits)
+        };
+        format!("{name} {} -> {}", value(&before), value(&after))
+    };
+    let names: BTreeSet<&String> = before.keys().chain(after.keys()).collect();
+    names.into_iter().filter(differs).map(words).collect()
+}
+
 fn apart(a: f64, b: f64) -> bool {
     (a - b).abs() > ROUNDING * a.abs().max(b.abs())
 }
@@ -152,12 +188,16 @@ fn table(changes: &[Change<'_>]) -> String {
     headings.extend(with_peak.then_some("peak"));
     headings.extend(with_drift.then_some("drift"));
     headings.extend(with_score.then_some("score"));
+    let with_found = has(|c| !c.found.is_empty());
+    headings.extend(with_found.then_some("found"));
     let mut rows = vec![headings.into_iter().map(String::from).collect::<Vec<_>>()];
     for change in changes.iter().filter(|change| change.is_one()) {
         let (a, b) = (change.a, change.b);
         let mark = |changed: bool, text: String| if changed { format!("{text} *") } else { text };
         let ratio = |value: fn(&Record) -> Option<f64>| value(a).zip(value(b)).map(|(a, b)| text::times(b / a));
-        let policy = b.cell.policy.clone().unwrap_or_else(|| b.cell.kernel.clone());
+        let Cell { tuning, ranks, strategy, episode, kernel, .. } = &b.cell;
+        let others = [tuning, ranks, strategy, episode].into_iter().flatten().map(String::as_str);
+        let subject = b.cell.chosen().into_iter().chain(others).next().unwrap_or(kernel);
         let [time, interval] = match phases(a, b) {
             _ if change.status => {
                 [format!("{} -> {}", summary::status(a.status), summary::status(b.status)), NOTHING.into()]
@@ -172,7 +212,7 @@ fn table(changes: &[Change<'_>]) -> String {
         let context = CONTEXT(b).trim_end_matches(" context").to_string();
         let apart = if b.cell.policy.is_some() { of_policies.apart(b) } else { of_kernels.apart(b) };
         let mut row = if changed.len() > 1 { vec![b.cell.measure.name().to_string()] } else { Vec::new() };
-        row.extend([context, format!("{policy}{apart}"), budget, time, interval]);
+        row.extend([context, format!("{subject}{apart}"), budget, time, interval]);
         let nothing = || NOTHING.to_string();
         let is_ok = a.status == Status::Ok && b.status == Status::Ok;
         row.extend(with_peak.then(|| ratio(peak).filter(|_| is_ok).map_or_else(nothing, |x| mark(change.peak, x))));
@@ -180,6 +220,11 @@ fn table(changes: &[Change<'_>]) -> String {
         let scores = |(a, b)| format!("{} -> {}", text::percent(a), text::percent(b));
         let scored = score(a).zip(score(b)).map(scores);
         row.extend(with_score.then(|| scored.map_or_else(nothing, |x| mark(change.score, x))));
+        row.extend(with_found.then(|| match &change.found[..] {
+            [] => nothing(),
+            [one] => format!("{one} *"),
+            [one, rest @ ..] => format!("{one} * and {} more", rest.len()),
+        }));
         rows.push(row);
     }
     table::lines(rows)
@@ -216,7 +261,6 @@ fn flat(value: &Value) -> BTreeMap<String, String> {
 mod tests {
     use super::super::samples;
     use super::*;
-    use serde_json::json;
 
     fn run(records: Vec<Record>, cpu: &str, git: &str) -> Run {
         Run {
@@ -262,7 +306,7 @@ mod tests {
             records
         };
         type Case<'c> = (&'c dyn Fn(&mut Record), usize);
-        let cases: [Case<'_>; 8] = [
+        let cases: [Case<'_>; 9] = [
             (&|record| *record = slower(record.clone(), 1.5), 1),
             // Of few samples intervals are too narrow, and roundings change with the order of sums.
             (&|record| *record = timed(3, slower(record.clone(), 1.5)), 0),
@@ -272,6 +316,7 @@ mod tests {
             (&|record| record.drift.as_mut().unwrap().rel_l2 *= 1.01, 1),
             (&|record| record.drift.as_mut().unwrap().rel_l2 *= 1.000_01, 0),
             (&|record| record.status = Status::Failed, 1),
+            (&|record| record.eviction.as_mut().unwrap().kv_bytes_live += 4096, 1),
         ];
         for (index, (change_one, changed)) in cases.into_iter().enumerate() {
             assert_eq!(of(change(change_one), "A").changed, changed, "case {index}");
@@ -282,7 +327,7 @@ mod tests {
         let hasty = of(change(&|record| *record = timed(3, record.clone())), "A");
         assert!(hasty.text.contains("times of 1 cell are of fewer than 10 samples"), "{}", hasty.text);
         let fewer = of(cells()[..1].to_vec(), "A");
-        assert!(fewer.common == 1 && fewer.text.contains("1 only in the first"), "{}", fewer.text);
+        assert!(fewer.common == 1 && fewer.gone == 1 && fewer.text.contains("1 only in the first"), "{}", fewer.text);
         let slow = of(change(&|record| *record = slower(record.clone(), 1.5)), "A").text;
         assert!(slow.contains("knorm") && slow.contains("1.50x *") && !slow.contains("full"), "{slow}");
         assert!(slow.lines().all(|line| line.chars().count() <= 100), "{slow}");

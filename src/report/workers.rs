@@ -1,7 +1,7 @@
 //! Runs that several processes shared: who measured how much, and which records times may be compared of.
 
 use super::table;
-use crate::experiment::record::{Record, Status};
+use crate::experiment::record::{Record, Status, Worker};
 use crate::units;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,21 +45,21 @@ pub fn by_machine(records: Vec<Record>, environment: &Value) -> Vec<(String, Vec
     parts.into_iter().collect()
 }
 
-/// Where a record's times were measured.
+/// Where a record's times were measured, and by which of the processes that shared a run.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Machine {
-    host: Option<(String, String)>,
+    process: Option<Worker>,
     isa_path: String,
     threads: usize,
 }
 
 /// See [`Machine`].
 pub fn machine(record: &Record) -> Machine {
-    let host = record.worker.as_ref().map(|worker| (worker.host.clone(), worker.cpu.clone()));
-    Machine { host, isa_path: record.isa_path.clone(), threads: record.threads }
+    Machine { process: record.worker.clone(), isa_path: record.isa_path.clone(), threads: record.threads }
 }
 
-/// Whether a ratio of the two records' times says something: they were measured on one machine, with as many threads.
+/// Whether a ratio of the two records' times says something: they were measured on one machine, by one process, with as many
+/// threads.
 pub fn same_machine(a: &Record, b: &Record) -> bool {
     machine(a) == machine(b)
 }
@@ -74,11 +74,12 @@ pub fn divided(records: &[Record]) -> Option<String> {
     let divided: Vec<&Vec<&Record>> =
         comparisons.values().filter(|records| records.iter().any(|record| !same_machine(record, records[0]))).collect();
     let first = divided.first()?;
-    let hosts = first.iter().filter_map(|record| record.worker.as_ref()).map(|worker| worker.host.as_str());
-    let hosts = hosts.collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>().join("' and '");
+    let of = |worker: &Worker| format!("task {} on '{}'", worker.task, worker.host);
+    let processes: BTreeSet<String> = first.iter().filter_map(|record| record.worker.as_ref()).map(of).collect();
+    let processes = processes.into_iter().collect::<Vec<_>>().join(" and ");
     Some(format!(
-        "{} of the comparisons were measured partly on one machine and partly on another; no ratio is formed across them. The \
-         first is that of '{}', on '{hosts}'",
+        "{} of the comparisons were measured partly by one process and partly by another; no ratio is formed across them. The \
+         first is that of '{}', by {processes}",
         divided.len(),
         first[0].cell.label()
     ))
@@ -89,7 +90,6 @@ mod tests {
     use super::super::baseline;
     use super::super::samples::evicted;
     use super::*;
-    use crate::experiment::record::Worker;
 
     fn by(task: &str, host: &str, cpu: &str, record: Record) -> Record {
         Record { worker: Some(Worker { task: task.into(), host: host.into(), cpu: cpu.into() }), ..record }
@@ -104,16 +104,21 @@ mod tests {
             by("7_2", "b", "EPYC", of(4096, "h2o")),
             by("7_2", "b", "EPYC", of(8192, "full")),
             by("7_1", "a", "Xeon", of(8192, "knorm")),
-            by("7_3", "b", "EPYC", of(8192, "h2o")),
+            by("7_2", "b", "EPYC", of(8192, "h2o")),
+            by("7_3", "b", "EPYC", of(8192, "tova")),
         ];
         let all: Vec<&Record> = records.iter().collect();
         let has_ratio = |index: usize| baseline::speed_up(all[index], &all).is_some();
-        assert_eq!([1, 2, 4, 5].map(has_ratio), [true, false, false, true]);
+        // Nor of two processes on one machine.
+        assert_eq!([1, 2, 4, 5, 6].map(has_ratio), [true, false, false, true, false]);
         let said = divided(&records).unwrap();
-        assert!(said.starts_with("2 of the comparisons") && said.contains("on 'a' and 'b'"), "{said}");
+        assert!(
+            said.starts_with("2 of the comparisons") && said.contains("by task 7_1 on 'a' and task 7_2 on 'b'"),
+            "{said}"
+        );
         assert_eq!(divided(&records[..2]), None);
         let parts = by_machine(records.to_vec(), &Value::Null);
-        assert_eq!(parts.iter().map(|(_, records)| records.len()).collect::<Vec<_>>(), [5, 1]);
+        assert_eq!(parts.iter().map(|(_, records)| records.len()).collect::<Vec<_>>(), [6, 1]);
         assert!(parts[1].0.starts_with("Xeon, 2 threads, "), "{}", parts[1].0);
     }
 

@@ -13,18 +13,40 @@ const DECODE: &str = "[[grid]]\nmeasure = \"decode\"\nheads = \"2/1\"\nhead_dim 
 
 /// The outcome, and how many cells were to run and how many were done before.
 fn run(grids: &str, out: &Path, resume: bool, limit_bytes: u64) -> (Outcome, (usize, usize)) {
+    run_on(2, grids, out, resume, limit_bytes)
+}
+
+/// The same on so many threads.
+fn run_on(threads: usize, grids: &str, out: &Path, resume: bool, limit_bytes: u64) -> (Outcome, (usize, usize)) {
     let registry = Registry::default();
     let text = format!("name = \"x\"\n{TIMING}{grids}");
     let experiment = Experiment::new(Spec::parse(&text, "x.toml").unwrap(), "x.toml", &registry, Device::Cpu).unwrap();
     let options =
         Options { out: out.into(), resume, join: false, shard: None, limit_bytes, repro: "kvsieve run x.toml".into() };
     let mut started = None;
-    let outcome = runner::run(&experiment, &registry, cpu(2), &options, &mut |progress| {
+    let outcome = runner::run(&experiment, &registry, cpu(threads), &options, &mut |progress| {
         if let Progress::Start { cells, resumed } = progress {
             started = Some((cells, resumed));
         }
     });
     (outcome.unwrap(), started.unwrap())
+}
+
+/// What goes on with other threads says so: `env.json` is of the first.
+#[test]
+fn records_of_other_threads_name_their_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let (first, _) = run_on(1, DECODE, folder.path(), false, 1 << 30);
+    assert!(first.records.iter().all(|record| record.worker.is_none()));
+    fail(&first.folder, &first.records[0]);
+    let (again, _) = run_on(2, DECODE, folder.path(), true, 1 << 30);
+    let worker = |record: &Record| (record.threads, record.worker.is_some());
+    let mut found: Vec<_> = again.records.iter().map(worker).collect();
+    found.sort_unstable();
+    assert_eq!(found, [(1, false), (2, true)]);
+    let (records, environment) = store::read(&again.folder).unwrap();
+    let parts = kvsieve::report::workers::by_machine(records, &environment);
+    assert_eq!(parts.iter().map(|(_, records)| records.len()).collect::<Vec<_>>(), [1, 1]);
 }
 
 /// Appends a record of a cell that failed, as a later try would.

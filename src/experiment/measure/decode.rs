@@ -85,7 +85,8 @@ impl Trials for Decode {
 
     fn work(&self, prepared: &Prepared) -> TrialWork {
         let flops = prepared.cell.shape().flops(&prepared.cell.params());
-        let kv_bytes_read = prepared.kv_bytes(prepared.cell.context_tokens);
+        let seen = prepared.cell.window.unwrap_or(usize::MAX).min(prepared.cell.context_tokens);
+        let kv_bytes_read = prepared.kv_bytes(seen);
         TrialWork { flops, phase: self.phase(), kv_bytes_read, passes: 0.0, reads: STEPS as f64 }
     }
 

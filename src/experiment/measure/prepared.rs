@@ -7,7 +7,7 @@ use crate::attention::Kernel;
 use crate::device::Cpu;
 use crate::experiment::cell::Cell;
 use crate::experiment::engine::{Engine, Inputs, Tensors};
-use crate::policy::{Budget, BudgetError, Policy, Registry};
+use crate::policy::{Budget, BudgetError, Decoding, Policy, Registry};
 use crate::workload::{Extents, Workload};
 
 /// A cell with everything its names stand for.
@@ -67,8 +67,12 @@ impl Prepared {
         if let Some(selection) = self.policy.as_ref().and_then(|policy| policy.selection.as_ref()) {
             return self.cell.budget.is_some() && selection.reads_all(self.budget_tokens, context);
         }
-        let evicts = self.policy.as_ref().is_some_and(|policy| policy.scorer.is_some());
-        evicts && self.cell.budget.is_some() && self.budget_tokens >= context
+        let Some(policy) = self.policy.as_ref().filter(|policy| policy.scorer.is_some()) else { return false };
+        let held = match policy.schedule.decoding {
+            Decoding::EverySteps(_) => context + self.cell.new_tokens,
+            _ => context,
+        };
+        self.cell.budget.is_some() && self.budget_tokens >= held
     }
 
     /// Extents of the inputs.

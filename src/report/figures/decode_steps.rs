@@ -57,7 +57,7 @@ pub fn drift(data: &Data) -> Option<Chart> {
 pub fn mass_lost(data: &Data) -> Option<Chart> {
     let y = Axis { label: "attention lost".into(), field: "attention_mass_lost", quantity: Quantity::Share };
     let records = long_answers(data, |name| !palette::is_baseline(name));
-    let chart = chart(data, &records, y, TOGETHER, |_, step| Some(1.0 - step.attention_mass_kept))?;
+    let chart = chart(data, &records, y, TOGETHER, |_, step| Some(1.0 - step.attention_mass_kept?))?;
     Some(Chart {
         id: "attention-lost-vs-steps".into(),
         title: "Attention lost while decoding".into(),
@@ -79,7 +79,7 @@ pub fn regret(data: &Data) -> Option<Chart> {
     let chart = chart(data, &records, y, TOGETHER, |record, step| {
         let steps = &oracles.get(&question(record))?.eviction.as_ref()?.steps;
         let theirs = steps.iter().find(|other| other.new_tokens == step.new_tokens)?;
-        Some(theirs.attention_mass_kept - step.attention_mass_kept)
+        Some(theirs.attention_mass_kept? - step.attention_mass_kept?)
     })?;
     Some(Chart {
         id: "regret-vs-steps".into(),

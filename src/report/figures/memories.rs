@@ -103,10 +103,10 @@ fn chart(
     pools.iter().find(|pool| pool.is_memory())?;
     // By name, with one of those that it stands for: its colour is that of the series.
     let mut series: BTreeMap<String, (String, Vec<Point>)> = BTreeMap::new();
-    let mut full = None;
+    let mut full: BTreeMap<u64, f64> = BTreeMap::new();
     for pool in &pools {
         let Some((y, interval, of_full)) = value(pool) else { continue };
-        full = Some(of_full);
+        full.insert(of_full.to_bits(), of_full);
         let Some(x) = place(pool).filter(|_| pool.policy != "full") else { continue };
         let without = |named: Named| varied.iter().fold(named, |named, parameter| named.without(parameter)).to_string();
         let name = memory(pool).map_or(pool.policy.to_string(), without);
@@ -143,7 +143,11 @@ fn chart(
         interval_fields: ("ci95_low", "ci95_high"),
         model_field: None,
         series,
-        rules: full.map(|y| Rule { y, label: "full cache".into() }).into_iter().collect(),
+        // Of several models, say, each has its own, and a line would be of one of them.
+        rules: match full.into_values().collect::<Vec<_>>()[..] {
+            [y] => vec![Rule { y, label: "full cache".into() }],
+            _ => Vec::new(),
+        },
     })
 }
 

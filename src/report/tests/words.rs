@@ -40,10 +40,10 @@ fn the_summary_compares_with_the_baseline_of_the_same_cell() {
 
     | context | kernel      |      peak | median |     ± |  drift | vs naive |
     |--------:|-------------|----------:|-------:|------:|-------:|---------:|
-    |      8K | naive       |  2.04 GiB | 7.64 s | ±4.5% | 6.4e-7 |    1.00x |
-    |      8K | tiled:br=64 |  41.0 MiB | 2.75 s | ±4.5% | 4.9e-7 |    2.78x |
+    |      8K | naive       |  2.04 GiB | 7.64 s | ±5.0% | 6.4e-7 |    1.00x |
+    |      8K | tiled:br=64 |  41.0 MiB | 2.75 s | ±5.0% | 4.9e-7 |    2.78x |
     |     16K | naive       | ~8.08 GiB |    oom |     – |      – |        – |
-    |     16K | tiled:br=64 |  81.0 MiB | 11.0 s | ±4.5% | 5.3e-7 |        – |
+    |     16K | tiled:br=64 |  81.0 MiB | 11.0 s | ±5.0% | 5.3e-7 |        – |
 
     ### evict
 
@@ -51,10 +51,36 @@ fn the_summary_compares_with_the_baseline_of_the_same_cell() {
 
     | policy | budget |       kv |  decode |     ± |  drift | recall | vs full |
     |--------|-------:|---------:|--------:|------:|-------:|-------:|--------:|
-    | full   |      1 | 4.00 MiB |  486 µs | ±4.5% | 3.0e-7 |   100% |   1.00x |
+    | full   |      1 | 4.00 MiB |  486 µs | ±5.0% | 3.0e-7 |   100% |   1.00x |
     | h2o    |   0.25 |        – | skipped |     – |      – |      – |       – |
-    | h2o    |    0.5 | 2.00 MiB |  259 µs | ±4.5% | 0.0284 |    90% |   1.88x |
+    | h2o    |    0.5 | 2.00 MiB |  259 µs | ±5.0% | 0.0284 |    90% |   1.88x |
     ");
+}
+
+#[test]
+fn what_is_not_there_is_told_before_what_is() {
+    let mut run = samples::answers();
+    run.environment["run"]["cells"] = run.records.len().into();
+    assert!(!html::summary(&[(&run, Vec::new())]).contains("Incomplete"));
+    let all = run.records.len();
+    run.records.truncate(all - 2);
+    let text = html::summary(&[(&run, Vec::new())]);
+    assert!(text.contains(&format!("{} of {all} cells: ", all - 2)), "{text}");
+    let first = text.lines().find(|line| line.starts_with("- ")).unwrap();
+    assert_eq!(first, format!("- Incomplete: 2 of {all} cells are not here; what follows is of the rest."));
+}
+
+#[test]
+fn models_of_one_name_in_two_folders_are_two() {
+    let mut run = samples::answers();
+    let twice = run.records.clone().into_iter().map(|record| {
+        let place = |folder: &str| with_cell(record.clone(), |cell| cell.model = Some(format!("{folder}/model")));
+        ["one", "other"].map(place)
+    });
+    run.records = twice.flatten().collect();
+    let summary = summary_table(&run.records);
+    let of = |folder: &str| summary.lines().filter(|line| line.contains(&format!("h2o {folder}/model"))).count();
+    assert!(of("one") > 0 && of("one") == of("other"), "{summary}");
 }
 
 #[test]
@@ -132,12 +158,12 @@ fn memories_are_compared_in_pairs_and_texts_apart_from_tasks() {
 }
 
 /// Cells of seeds 0, 1 and so on with these drifts, each known to 5%.
-fn seeds(policy: &str, drifts: &[f64], checked_rows: usize) -> Vec<Record> {
+fn seeds(policy: &str, drifts: &[f64], checked_tokens: usize) -> Vec<Record> {
     let cell = |(seed, rel_l2): (u64, &f64)| {
         let mut record = with_cell(evicted(4096, policy, 0.25), |cell| cell.seed = seed);
         let drift = record.drift.as_mut().unwrap();
         (drift.rel_l2, drift.ci95_low, drift.ci95_high) = (*rel_l2, 0.95 * rel_l2, 1.05 * rel_l2);
-        drift.checked_rows = checked_rows;
+        drift.checked_rows = checked_tokens * record.cell.shape().batch * record.cell.q_heads;
         record
     };
     (0..).zip(drifts).map(cell).collect()

@@ -35,9 +35,11 @@ impl Late {
 
     /// Fraction of the dense attention mass that stayed for a row: `exp(lse - lse_dense)`, since a log-sum-exp over fewer
     /// keys is the log of a part of the same sum. Where keys are changed (by merging, or rotated to other positions) it is
-    /// the mass that they now draw, at most 1.
-    pub fn mass_kept(&self, cell: &Cell, at: [usize; 3], dense: &Row) -> f64 {
-        (f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0)
+    /// the mass that they now draw, at most 1. `None` where keys are codes: what these draw tells of their errors as much as
+    /// of what is gone.
+    pub fn mass_kept(&self, cell: &Cell, at: [usize; 3], dense: &Row) -> Option<f64> {
+        cell.kv_format().k.dtype()?;
+        Some((f64::from(self.lse[Self::row(cell, at)]) - dense.lse).exp().min(1.0))
     }
 }
 

@@ -89,6 +89,7 @@ pub(in crate::experiment::measure) fn eviction(
         (0..cell.kv_heads).map(|head| of_head(head) as f64 / (cell.batch * context) as f64).collect()
     });
     let masses = truth.at.iter().zip(&truth.rows).map(|(&at, dense)| late.mass_kept(cell, at, dense));
+    let mass: Option<f64> = masses.sum();
     Eviction {
         budget_tokens: evicted.budget_tokens,
         kept_fraction: kept.lens.iter().sum::<usize>() as f64 / (shape.lists() * context) as f64,
@@ -97,7 +98,7 @@ pub(in crate::experiment::measure) fn eviction(
         kv_bytes_live: kept.kv_bytes_live,
         kv_bytes_peak: evicted.kv_bytes_peak,
         needle_recall: needle_recall(cell, evicted.workload, late),
-        attention_mass_kept: masses.sum::<f64>() / truth.at.len() as f64,
+        attention_mass_kept: mass.map(|mass| mass / truth.at.len() as f64),
         tie_rate: evicted.tie_rate,
         kv_bytes_read: late.read_bytes / cell.new_tokens as u64,
         kv_bytes_padded: shape.kv_bytes(padded),
@@ -160,18 +161,18 @@ fn drift_by_head(cell: &Cell, late: &Late, truth: &Truth) -> Vec<Vec<f64>> {
 
 /// The checked decode steps, or evenly many of them.
 fn steps(cell: &Cell, late: &Late, truth: &Truth) -> Vec<Step> {
-    let mut tokens: BTreeMap<usize, (Distance, f64, usize)> = BTreeMap::new();
+    let mut tokens: BTreeMap<usize, (Distance, Option<f64>, usize)> = BTreeMap::new();
     for (&at, dense) in truth.at.iter().zip(&truth.rows) {
-        let (distance, mass, rows) = tokens.entry(at[2]).or_default();
+        let (distance, mass, rows) = tokens.entry(at[2]).or_insert((Distance::default(), Some(0.0), 0));
         distance.add(late.o(cell, at), &dense.o);
-        *mass += late.mass_kept(cell, at, dense);
+        *mass = mass.zip(late.mass_kept(cell, at, dense)).map(|(sum, mass)| sum + mass);
         *rows += 1;
     }
     let every = tokens.len().div_ceil(MOMENTS).max(1);
-    let moment = |(token, (distance, mass, rows)): (usize, (Distance, f64, usize))| Step {
+    let moment = |(token, (distance, mass, rows)): (usize, (Distance, Option<f64>, usize))| Step {
         new_tokens: token - cell.context_tokens + 1,
         kv_bytes_live: late.live_bytes[token - cell.context_tokens],
-        attention_mass_kept: mass / rows as f64,
+        attention_mass_kept: mass.map(|mass| mass / rows as f64),
         drift: distance.relative(),
     };
     tokens.into_iter().step_by(every).map(moment).collect()
