@@ -25,10 +25,6 @@ pub fn run(
     spelled: &Spelled,
     work: impl Fn(&Comm, &Cpu, u64) -> Result<(), Failure> + Sync,
 ) -> Result<(), Failure> {
-    if compute.cuda().is_some() {
-        let device = &compute.device;
-        return Err(Failure::usage(format!("--device {device}: ranks share the CPU's work; leave --device out")));
-    }
     let Some(ranks) = asked else { return over_mpi(compute, spelled, work) };
     if let Some(processes) = launched() {
         let Spelled { threads, mpi } = spelled;

@@ -115,7 +115,7 @@ fn mistakes_are_one_line_and_status_2() {
         ("memory read --memory list --input facts --output o", "use --from"),
         ("memory read --from m --input other --output o", "the vectors have 17 numbers; the memory is for 16"),
         ("memory read --from torn --input facts --output o", "'torn' is not a valid safetensors file"),
-        ("memory read --from facts --input facts --output o", "it does not say its memory"),
+        ("memory read --from facts --input never --output o", "it does not say its memory"),
         ("memory forget --from m --input never --output o", "not in the memory"),
         ("memory read --from m --input facts --output m", "--output is 'm', the same file as --from"),
         ("memory write --from at-once --input never --output o", "another episode would take its place"),
