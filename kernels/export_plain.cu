@@ -64,7 +64,8 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
             for (int i = 0; i < EACH; i++) {
                 const int row = row0 + y + SIDE * i;
                 if (row >= rows.end) continue;
-                const Span seen = sight.of(p, row);
+                // Looked up anew: there are no registers to keep it in.
+                const Span seen = sight.is_dense ? visible(p, row, len) : sight_of(l.pages, p, list, len).of(p, row);
                 const float shift = lse[row] * LOG2_E;
 #pragma unroll
                 for (int j = 0; j < EACH; j++) {
