@@ -5,7 +5,7 @@ use crate::common::models::{checkpoint, deviation, furthest, setup};
 use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
 use kvsieve::model::config::RopeScaling;
-use kvsieve::model::{Config, Decoder, Eviction, Model, ModelError, Setup, Text};
+use kvsieve::model::{Config, Decoder, Eviction, Model, ModelError, Setup, Text, packed_bytes};
 use kvsieve::policy::Registry;
 use kvsieve::tensor::DType;
 use serde_json::{Value, json};
@@ -73,6 +73,9 @@ fn blocks_are_run_as_they_lie_and_give_what_they_give_widened() {
             let wanted = logits_of(&widened, &checkpoint.tokens, 80);
             let packed = Model::open(&path, &arena).unwrap();
             assert_eq!(packed.weights.format(), kind.0.parse().unwrap(), "{name}");
+            // What eval asks before it opens a model.
+            let unopened = packed_bytes(&path, &packed.config, None).unwrap();
+            assert_eq!(unopened, (packed.weights.bytes(), packed.weights.dtype()), "{name}, {kind:?}");
             for chunk in [80, 1] {
                 let off = furthest(&logits_of(&packed, &checkpoint.tokens, chunk), &wanted) / deviation(&wanted);
                 assert!(off < 1e-4, "{name} in {kind:?}, {chunk} tokens at a time: off by {off}");

@@ -313,8 +313,7 @@ impl Make for Kept<'_> {
     }
 }
 
-/// Bytes of the parameters of a folder with packed matrices as [`Weights::open`] keeps them, and the type of its embedding, with nothing
-/// repacked.
+/// Bytes of a model's parameters as [`Weights::open`] keeps them, and [`Weights::dtype`], with nothing repacked.
 ///
 /// # Errors
 /// As [`Weights::open`].

@@ -171,17 +171,22 @@ impl<'a> Found<'a> {
         Ok(Some(Matrix { order, input_scale, ..matrix }))
     }
 
-    /// How a matrix of a folder is kept in memory, and the bytes of what is kept beside its rows; nothing is repacked.
+    /// How a matrix is kept in memory, and the bytes of what is kept beside its rows; nothing is repacked.
     pub fn kept(&self, name: &str, shape: [usize; 2]) -> Result<(RowFormat, usize), ModelError> {
         if let Some((repacked, _)) = self.repacked(name, &shape)? {
             return Ok((repacked.format, repacked.order.map_or(0, |order| 4 * order.len())));
         }
-        let dtype = match &self.source {
-            Source::Folder(_, tensors) => tensors.get(name).and_then(|(_, entry)| read_as(entry.dtype)),
-            Source::Gguf(_) => None,
+        let format = match &self.source {
+            Source::Folder(_, tensors) => {
+                tensors.get(name).and_then(|(_, entry)| read_as(entry.dtype)).map(RowFormat::plain)
+            }
+            Source::Gguf(gguf) => {
+                let located = gguf.locate(self.config, name, &shape).transpose();
+                located.map_err(|reason| self.refused(reason))?.map(|located| located.format)
+            }
         };
         let missing = || self.refused(format!("there is no tensor '{}', {shape:?} is needed", self.own_name(name)));
-        Ok((RowFormat::plain(dtype.ok_or_else(missing)?), 0))
+        Ok((format.ok_or_else(missing)?, 0))
     }
 
     /// A tensor of a GGUF file: where it lies, or a copy if its rows are in another order or its elements not aligned.
