@@ -69,7 +69,7 @@ pub fn listed(names: Vec<String>) -> String {
 /// What is said instead of a winner among `rivals`, of which the weakest has `samples`.
 pub fn undecided(rivals: Vec<String>, samples: usize) -> String {
     let few = if samples < LEAST_SAMPLES {
-        format!(" with {samples} samples ({LEAST_SAMPLES} make a finding)")
+        format!(" with {} ({LEAST_SAMPLES} make a finding)", units::counted(samples as u64, "sample"))
     } else {
         String::new()
     };

@@ -133,7 +133,7 @@ impl TensorFile {
         Ok(file)
     }
 
-    /// A hash of the file's length and of up to [`SAMPLES`] pieces of it, by which processes of one build tell whether they read
+    /// A hash of the file's length and of up to 1024 pieces of it, by which processes of one build tell whether they read
     /// the same one.
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
