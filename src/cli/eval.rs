@@ -26,10 +26,10 @@ const EXAMPLES: &str = "\
 Every sample is a context and questions about it. --protocol says what a policy has seen of a question when it evicts: \
 nothing (agnostic), the question, whose tokens it may evict (aware) or not (aware-kept), or the whole prompt (aware-whole). \
 The model then answers greedily, and the right answer is fed token by token to compare distributions \
-with the full cache. The first samples of each cell also run alone, for times and memory. Models run on the CPU only. \
-Results go to OUT/eval/<time>-<hash>-<revision>/. docs/evaluation.md says what each number is.\n\n\
+with the full cache. The first samples of each cell also run alone, for times and memory. Evaluations run on the CPU only. \
+Results go to OUT/eval/<time>-<hash>-<revision>/, but for the perplexities of wikitext and llama-perplexity, which are printed. docs/evaluation.md says what each number is.\n\n\
 Examples:
-  kvsieve eval                   the built-in model (models/builtin), 6 policies, 4 budgets, 4 tasks
+  kvsieve eval                   the built-in model (models/builtin), 5 policies, 4 budgets, 4 tasks
   kvsieve eval --model DIR       your model: 2 policies, half the cache, 2 tasks; a few minutes for a small one
   kvsieve eval --model DIR --context 4k --dry-run      the cells, and how long they would take
   kvsieve eval --model DIR --task niah-multikey-1,vt --context 4k,8k \\

@@ -21,7 +21,7 @@ The prompt goes through the model, the policy evicts from it (its budget counts 
 the model ends the text or --max-new-tokens is reached. A policy with '+every:steps=N' goes on evicting. With --context and \
 --question the context is evicted, and every question is answered from the full cache and from what is left of it, side by \
 side.\n\n\
-With --device cuda memory is the GPU's. Policies are those of `kvsieve evict --device cuda`, in models without sliding \
+With --device cuda memory is the GPU's. Policies are those of `kvsieve evict --device cuda` and those by gates of hidden states, in models without sliding \
 windows.\n\n\
 Examples:
   kvsieve generate --model DIR --prompt 'Once upon a time'

@@ -26,7 +26,7 @@ logits behind the N-th token show what the eviction did. The budget counts those
 while it reads, and needs no --evict-after.\n\n\
 With --memory attention reads a memory in place of the cache, on the CPU; docs/memories.md says what each holds.\n\n\
 With --device cuda sequences run one after another, and memory is the GPU's; kv_bytes_live is the largest of a sequence. \
-Policies are those of `kvsieve evict --device cuda`, in models without sliding windows.\n\n\
+Policies are those of `kvsieve evict --device cuda` and those by gates of hidden states, in models without sliding windows.\n\n\
 Examples:
   kvsieve logits --model DIR --tokens tokens.json --output logits.safetensors
   kvsieve logits --model DIR --tokens tokens.json --output evicted.safetensors \\

@@ -50,11 +50,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     if let Some(at) = (1..known.len()).find(|&at| known[at].is_some() && known[..at].contains(&known[at])) {
         return Err(Failure::usage(format!("'{}' is named twice; name each run once", args.folders[at].display())));
     }
-    let out = args.out.as_ref().unwrap_or(&args.folders[0]);
+    // A search for the longest context has no report of its own.
+    let out = args.out.as_ref().or(args.folders.iter().find(|folder| !is_search(folder))).unwrap_or(&args.folders[0]);
     let detail = if args.per_head { Detail::Heads } else { Detail::Layers };
     let runs = read(&args.folders)?;
-    let compared = match &runs[..] {
-        [a, b] => Some(versus(a, b)).filter(|versus| versus.common > 0),
+    let compared = match &args.folders[..] {
+        [a, b] => Some(versus(&whole(a)?, &whole(b)?)).filter(|versus| versus.common > 0),
         _ => None,
     };
     if args.check && compared.is_none() {
@@ -86,6 +87,27 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
+/// Whether a folder holds what `--find-max-context` found, and no cells.
+fn is_search(folder: &Path) -> bool {
+    folder.join(MAX_CONTEXTS).is_file() && !folder.join(CELLS).is_file()
+}
+
+/// A folder's run, whatever machines and thread counts it was measured with.
+fn whole(folder: &Path) -> Result<Run, Failure> {
+    let (records, environment) = store::read(folder)?;
+    let run_id = records.first().map_or_else(String::new, |record| record.run_id.clone());
+    Ok(Run {
+        experiment: String::new(),
+        description: String::new(),
+        is_synthetic: false,
+        run_id,
+        repro: String::new(),
+        environment,
+        records,
+        elsewhere: 0,
+    })
+}
+
 /// Reads the runs in `folders` and writes their report into `out`.
 pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Failure> {
     write(out, &read(folders)?, detail)
@@ -104,7 +126,7 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
     let mut runs: Vec<(Key, HashSet<String>, Run)> = Vec::new();
     for folder in folders {
         // Beside runs may lie what a search for the longest context wrote, which has no cells.
-        if folders.len() > 1 && folder.join(MAX_CONTEXTS).is_file() && !folder.join(CELLS).is_file() {
+        if folders.len() > 1 && is_search(folder) {
             output::warn(&[format!(
                 "'{}' holds a search for the longest context, which no report shows",
                 folder.display()
@@ -150,6 +172,7 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
                         run_id: run_id.clone(),
                         environment,
                         records,
+                        elsewhere: 0,
                     };
                     runs.push((key, ids, run));
                 }
@@ -157,7 +180,17 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
         }
     }
     output::warn(&apart(&runs));
-    Ok(runs.into_iter().map(|(_, _, run)| run).collect())
+    let elsewhere: Vec<usize> = (0..runs.len()).map(|at| elsewhere(&runs, at)).collect();
+    Ok(runs.into_iter().zip(elsewhere).map(|((_, _, run), elsewhere)| Run { elsewhere, ..run }).collect())
+}
+
+/// Cells of the same configuration and build that are in other sections and not in this one.
+fn elsewhere(runs: &[(Key, HashSet<String>, Run)], at: usize) -> usize {
+    let (key, own, _) = &runs[at];
+    let is_other =
+        |other: &Key| !key.config.is_empty() && other.config == key.config && other.build == key.build && other != key;
+    let others = runs.iter().filter(|(other, ..)| is_other(other)).flat_map(|(_, ids, _)| ids);
+    others.filter(|id| !own.contains(*id)).collect::<HashSet<_>>().len()
 }
 
 /// What parts of one run have in common.

@@ -62,7 +62,7 @@ impl Rates {
         let masked = if prepared.cell.kernel == "naive" && prepared.cell.causal { 2.0 } else { 1.0 };
         let work = flops_s * masked * work.passes + reads_s * work.reads;
         let trial = work + predicted_bytes as f64 / FRESH_BYTES_PER_S;
-        let rounds = (timing.cap_s / trial).clamp(1.0, timing.min_rounds as f64 + 2.0);
+        let rounds = (timing.cap_s / trial).clamp(1.0, timing.min_rounds.min(timing.max_rounds) as f64 + 2.0);
         trial * (rounds + timing.warmups as f64)
     }
 }

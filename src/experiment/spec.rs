@@ -349,7 +349,9 @@ impl Spec {
             return Err(format!("name is '{}'; use lower-case letters, digits, '-' and '_'", self.name));
         }
         let Timing { warmups, min_rounds, max_rounds, target, cap_s } = self.timing;
-        if min_rounds == 0 || max_rounds < min_rounds {
+        // Who only lowers the most means that the least goes with it.
+        let is_meant = min_rounds != Timing::default().min_rounds;
+        if min_rounds == 0 || max_rounds == 0 || is_meant && max_rounds < min_rounds {
             return Err(format!("timing: min_rounds is {min_rounds}, max_rounds {max_rounds}; need 1 <= min <= max"));
         }
         if max_rounds > 10_000 || warmups > 100 {

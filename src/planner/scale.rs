@@ -80,7 +80,8 @@ pub struct OnRanks {
 pub struct Turns {
     /// In a ring: with fewer tokens of a card than these, forward, and forward and backward.
     pub ring_least_tokens: [u64; 2],
-    /// The same as cards of this context; `None` where even two are too many.
+    /// The same as cards of this context, at least those of a node, which send nothing over the network; `None` where even two are
+    /// too many.
     pub ring_most_ranks: [Option<u64>; 2],
     /// In tree decode: with so many cards and more; `None` where there is no such number.
     pub tree_ranks: Option<u64>,

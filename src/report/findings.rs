@@ -164,7 +164,7 @@ fn over_seeds<'r>((name, mut cells): (String, Vec<(&'r Drift, &'r Record)>)) -> 
     let high = cells.iter().map(|(drift, _)| drift.ci95_high).fold(f64::NEG_INFINITY, f64::max);
     let count = cells.iter().map(|(drift, record)| drift.checked_tokens(&record.cell)).sum();
     let ends = (low.min(cells[0].0.rel_l2), high.max(cells[cells.len() - 1].0.rel_l2));
-    (Measured { name, value: median.rel_l2, low: ends.0, high: ends.1, count }, record)
+    (Measured { name, value: median.rel_l2, low: ends.0, high: ends.1, count, is_range: false }, record)
 }
 
 /// What a policy's cell takes of what the full cache takes: bytes and, where that is sure, time.

@@ -169,7 +169,7 @@ fn row(record: &Record, records: &[&Record], naming: &Naming, is_unequal: bool) 
 fn said(run: &Run, findings: Vec<String>) -> impl Iterator<Item = String> {
     let missing = run.missing();
     let incomplete = (missing > 0).then(|| {
-        let (there, are) = (latest(&run.records).len(), if missing == 1 { "is" } else { "are" });
+        let (there, are) = (latest(&run.records).len() + run.elsewhere, if missing == 1 { "is" } else { "are" });
         format!("Incomplete: {missing} of {} cells {are} not here; what follows is of the rest.", there + missing)
     });
     incomplete.into_iter().chain(findings)
@@ -182,9 +182,9 @@ fn tally(run: &Run) -> String {
     let statuses = [Status::Ok, Status::Oom, Status::Failed, Status::Skipped];
     let counts = statuses.into_iter().map(|wanted| (count(wanted), status(wanted))).filter(|(count, _)| *count > 0);
     let counts: Vec<String> = counts.map(|(count, name)| format!("{count} {name}")).collect();
-    let cells = match run.missing() {
+    let cells = match run.missing() + run.elsewhere {
         0 => units::counted(records.len() as u64, "cell"),
-        missing => format!("{} of {} cells", records.len(), records.len() + missing),
+        others => format!("{} of {} cells", records.len(), records.len() + others),
     };
     format!("{cells}: {}", counts.join(", "))
 }

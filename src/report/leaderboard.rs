@@ -155,7 +155,7 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
     let named = |at: usize| {
         let Ranked { pool, value, .. } = &budget[at];
         let (low, high) = (value.ci95_low, value.ci95_high);
-        Measured { name: pool.name.clone(), value: value.mean, low, high, count: samples }.words(write)
+        Measured { name: pool.name.clone(), value: value.mean, low, high, count: samples, is_range: false }.words(write)
     };
     // Policies of which it is not sure that the first is better.
     let pairs = comparison::with_first(budget);

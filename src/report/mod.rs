@@ -76,13 +76,15 @@ pub struct Run {
     pub environment: serde_json::Value,
     /// The cells. Of several records of one cell the last counts.
     pub records: Vec<Record>,
+    /// Cells of the experiment that stand in other sections: those of other machines or thread counts.
+    pub elsewhere: usize,
 }
 
 impl Run {
-    /// Cells of the experiment that have no record here: an interrupted run's, or those of other shards or machines.
+    /// Cells of the experiment that have no record: an interrupted run's, or those of other shards.
     fn missing(&self) -> usize {
         let all = self.environment["run"]["cells"].as_u64().unwrap_or(0) as usize;
-        all.saturating_sub(latest(&self.records).len())
+        all.saturating_sub(latest(&self.records).len() + self.elsewhere)
     }
 }
 

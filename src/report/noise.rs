@@ -30,13 +30,16 @@ pub struct Measured {
     pub high: f64,
     /// Samples.
     pub count: usize,
+    /// Whether the interval is the range of samples too few for one of 95%.
+    pub is_range: bool,
 }
 
 impl Measured {
     /// The median time of a phase, in nanoseconds.
     pub fn time(name: String, phase: &Latency) -> Measured {
         let (low, high) = (phase.ci95_low_ns, phase.ci95_high_ns);
-        Measured { name, value: phase.median_ns, low, high, count: phase.samples_ns.len() }
+        let count = phase.samples_ns.len();
+        Measured { name, value: phase.median_ns, low, high, count, is_range: count < LEAST_FOR_INTERVAL }
     }
 
     /// Whether it is sure that the two differ.
@@ -44,10 +47,10 @@ impl Measured {
         self.count.min(other.count) >= LEAST_SAMPLES && (self.high < other.low || other.high < self.low)
     }
 
-    /// Name, value and interval; of so few samples that theirs is no 95% interval, how many they are.
+    /// Name, value and interval; where it is a range, of how many samples.
     pub fn words(&self, write: impl Fn(f64) -> String) -> String {
-        let Measured { name, value, low, high, count } = self;
-        let sure = match *count < LEAST_FOR_INTERVAL {
+        let Measured { name, value, low, high, count, is_range } = self;
+        let sure = match is_range {
             true => format!("{}:", units::counted(*count as u64, "sample")),
             false => "95%".into(),
         };

@@ -143,6 +143,7 @@ pub fn run() -> Run {
             "memory_bytes": 16_u64 << 30,
         }),
         records,
+        elsewhere: 0,
     }
 }
 

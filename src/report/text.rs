@@ -40,7 +40,7 @@ pub fn percent(value: f64) -> String {
 }
 
 /// How far the ends of an interval of the median lie from it, as a fraction of it: the farther one, `±2%`, or both where
-/// one is more than twice as far, `-1% +30%`. One sample has none.
+/// one is more than twice as far and at least a tenth, `-1% +30%`. One sample has none.
 pub fn ends(latency: &Latency) -> String {
     let share = |end: f64| 100.0 * (end / latency.median_ns - 1.0).abs();
     let (below, above) = (share(latency.ci95_low_ns), share(latency.ci95_high_ns));

@@ -98,7 +98,7 @@ impl<'r> Change<'r> {
             a,
             b,
             status: a.status != b.status,
-            time: same_machine && phases(a, b).is_some_and(|(a, b)| has_changed(a, b)),
+            time: same_machine && is_alike(a, b) && phases(a, b).is_some_and(|(a, b)| has_changed(a, b)),
             peak: a.status == b.status && peak(a) != peak(b),
             drift: both(drift) && [a, b].into_iter().filter_map(drift).any(|drift| drift > OF_ROUNDING),
             score: both(score),
@@ -109,6 +109,12 @@ impl<'r> Change<'r> {
     fn is_one(&self) -> bool {
         self.status || self.time || self.peak || self.drift || self.score || !self.found.is_empty()
     }
+}
+
+/// Whether two cells of one machine were timed alike: a run may have gone on with other threads.
+fn is_alike(a: &Record, b: &Record) -> bool {
+    let cpu = |record: &Record| record.worker.as_ref().map(|worker| worker.cpu.clone());
+    (a.threads, &a.isa_path, cpu(a)) == (b.threads, &b.isa_path, cpu(b))
 }
 
 fn phases<'r>(a: &'r Record, b: &'r Record) -> Option<(&'r Latency, &'r Latency)> {
@@ -271,6 +277,7 @@ mod tests {
             repro: String::new(),
             environment: json!({"machine": {"cpu": cpu, "load_before": git}, "tool": {"git": git}, "gpu": null}),
             records,
+            elsewhere: 0,
         }
     }
 

@@ -222,6 +222,10 @@ fn a_budget_above_the_context_is_for_policies_that_go_on_evicting() {
     let find = |budget: &str| records.iter().find(|record| record.cell.budget.as_deref() == Some(budget)).unwrap();
     let (ran, skipped) = (find("260"), find("264"));
     assert_eq!((ran.status, skipped.status), (Status::Ok, Status::Skipped));
+    // The last of its evictions comes with the sixth of eight tokens.
+    let slower = run(&evict("policy = \"h2o+every:steps=3\"\nbudget = [261, 262]\ncontext_tokens = 256"));
+    assert_eq!(slower.iter().filter(|record| record.status == Status::Ok).count(), 1, "{slower:?}");
+    assert_eq!(slower.iter().filter(|record| record.status == Status::Skipped).count(), 1, "{slower:?}");
     let eviction = ran.eviction.as_ref().unwrap();
     assert!(
         eviction.evicted_tokens > 0 && eviction.kept_fraction == 1.0 && ran.latency.contains_key("decode_evict"),

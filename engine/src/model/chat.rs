@@ -189,12 +189,12 @@ impl ChatTemplate {
     /// # Errors
     /// As [`ChatTemplate::render`], when the tokenizer has no token for a part of it, and when the words are not in it.
     pub fn prompt(&self, words: &str, text: &Text) -> Result<Vec<u32>, ModelError> {
-        let written = self.render(&[Message::user(words)], true)?;
-        if !written.contains(words.trim()) {
+        // A template may write words in its own way; that it writes any, some say that are in none.
+        if !self.render(&[Message::user(WORDS)], true)?.contains(WORDS) {
             let reason = "its chat template does not write what a user says".into();
             return Err(ModelError::Config { path: self.path.clone(), reason });
         }
-        text.rendered(&written)
+        text.rendered(&self.render(&[Message::user(words)], true)?)
     }
 
     /// Tokens that stand before a user's words, and between them and the model's answer.

@@ -313,7 +313,8 @@ impl Make for Kept<'_> {
     }
 }
 
-/// Bytes of a model's parameters as [`Weights::open`] keeps them, and [`Weights::dtype`], with nothing repacked.
+/// Bytes of a model's parameters as [`Weights::open`] keeps them (but for adapters, whose sums with matrices are f32), and
+/// [`Weights::dtype`], with nothing repacked.
 ///
 /// # Errors
 /// As [`Weights::open`].

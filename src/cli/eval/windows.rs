@@ -56,6 +56,8 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
         ("--context", !args.context.is_empty()),
         ("--dry-run", args.dry_run),
         ("--resume", args.resume),
+        ("--out", args.out != Path::new("results")),
+        ("--seed", args.seed != 0),
     ];
     if let Some((option, _)) = strange.iter().find(|(_, given)| *given) {
         let reason = "reads windows of a text with a full cache";

@@ -69,7 +69,8 @@ impl Prepared {
         }
         let Some(policy) = self.policy.as_ref().filter(|policy| policy.scorer.is_some()) else { return false };
         let held = match policy.schedule.decoding {
-            Decoding::EverySteps(_) => context + self.cell.new_tokens,
+            // As many as there are at the last of its evictions.
+            Decoding::EverySteps(steps) => context + self.cell.new_tokens / steps * steps,
             _ => context,
         };
         self.cell.budget.is_some() && self.budget_tokens >= held

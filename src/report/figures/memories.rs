@@ -103,10 +103,13 @@ fn chart(
     pools.iter().find(|pool| pool.is_memory())?;
     // By name, with one of those that it stands for: its colour is that of the series.
     let mut series: BTreeMap<String, (String, Vec<Point>)> = BTreeMap::new();
-    let mut full: BTreeMap<u64, f64> = BTreeMap::new();
+    let mut full: Vec<f64> = Vec::new();
     for pool in &pools {
         let Some((y, interval, of_full)) = value(pool) else { continue };
-        full.insert(of_full.to_bits(), of_full);
+        // The same number, but for rounding, of every pool of a model.
+        if full.iter().all(|known| (known - of_full).abs() > 1e-6 * of_full.abs()) {
+            full.push(of_full);
+        }
         let Some(x) = place(pool).filter(|_| pool.policy != "full") else { continue };
         let without = |named: Named| varied.iter().fold(named, |named, parameter| named.without(parameter)).to_string();
         let name = memory(pool).map_or(pool.policy.to_string(), without);
@@ -144,7 +147,7 @@ fn chart(
         model_field: None,
         series,
         // Of several models, say, each has its own, and a line would be of one of them.
-        rules: match full.into_values().collect::<Vec<_>>()[..] {
+        rules: match full[..] {
             [y] => vec![Rule { y, label: "full cache".into() }],
             _ => Vec::new(),
         },

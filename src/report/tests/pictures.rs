@@ -358,3 +358,14 @@ fn activations_in_fewer_bits_have_a_figure_and_no_place_among_what_saves_bytes()
     assert_eq!(rows.len() - rounded.len(), weights - 1, "{rows:?}");
     assert_eq!(table(&run, "weights-ranked").len(), weights - 1);
 }
+
+/// What all are compared with, of one model: the same number from every one of them, but for rounding.
+#[test]
+fn memories_stand_beside_the_line_of_the_full_cache() {
+    let (_folder, drawn) = drawn(&[samples::memories()]);
+    for name in ["score-vs-kv-bytes", "perplexity-vs-kv-bytes"] {
+        let is_it = |path: &&std::path::PathBuf| path.file_stem().is_some_and(|stem| stem == name);
+        let path = drawn.figures.iter().find(is_it).unwrap_or_else(|| panic!("{name} of {:?}", drawn.figures));
+        assert_eq!(std::fs::read_to_string(path).unwrap().matches("full cache").count(), 1, "{name}");
+    }
+}

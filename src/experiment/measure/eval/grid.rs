@@ -270,7 +270,10 @@ pub(super) fn frame(folder: &Path, text: &Text, chat: bool) -> Result<Frame, Eva
 
 /// A text file.
 pub(super) fn read(path: &Path) -> Result<(PathBuf, String), ModelError> {
-    let content = std::fs::read_to_string(path)
-        .map_err(|error| ModelError::Config { path: path.into(), reason: error.to_string() })?;
+    let content = std::fs::read_to_string(path).map_err(|error| {
+        let is_ours = path.starts_with("models/text") && !path.exists();
+        let from = if is_ours { "; scripts/python-reference writes it" } else { "" };
+        ModelError::Config { path: path.into(), reason: format!("{error}{from}") }
+    })?;
     Ok((path.into(), content))
 }
