@@ -80,7 +80,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             Err(Failure::work(format!("{changed} of {common} cells changed beyond noise")))
         }
         Some(Versus { gone, .. }) if gone > 0 => Err(Failure::work(format!(
-            "{} of the first run are not in the second",
+            "{} of the first run missing in the second",
             units::counted(gone as u64, "cell")
         ))),
         _ => Ok(()),

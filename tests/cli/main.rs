@@ -14,4 +14,5 @@ mod memory;
 mod misc;
 mod models;
 mod questions;
+mod report;
 mod run;

@@ -495,6 +495,7 @@ fn records() {
             repro: String::new(),
             environment,
             records,
+            elsewhere: 0,
         };
         for detail in [Detail::Layers, Detail::Heads] {
             report::write(&folder.join("report"), std::slice::from_ref(&run), detail).map_err(said)?;
