@@ -113,8 +113,9 @@ impl<'r> Change<'r> {
 
 /// Whether two cells of one machine were timed alike: a run may have gone on with other threads.
 fn is_alike(a: &Record, b: &Record) -> bool {
-    let cpu = |record: &Record| record.worker.as_ref().map(|worker| worker.cpu.clone());
-    (a.threads, &a.isa_path, cpu(a)) == (b.threads, &b.isa_path, cpu(b))
+    let cpus = [a, b].map(|record| record.worker.as_ref().map(|worker| &worker.cpu));
+    let of_one_cpu = cpus[0].zip(cpus[1]).is_none_or(|(a, b)| a == b);
+    of_one_cpu && a.threads == b.threads && a.isa_path == b.isa_path
 }
 
 fn phases<'r>(a: &'r Record, b: &'r Record) -> Option<(&'r Latency, &'r Latency)> {
