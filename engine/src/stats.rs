@@ -57,7 +57,7 @@ pub fn median_with_interval(values: &[f64]) -> (f64, f64, f64) {
     let (mut sorted, last) = (values.to_vec(), values.len() - 1);
     sorted.sort_unstable_by(f64::total_cmp);
     let outside = outside_interval(values.len());
-    (quantile_of(&mut sorted.clone(), 0.5), sorted[outside], sorted[last - outside])
+    (quantile(&sorted, 0.5), sorted[outside], sorted[last - outside])
 }
 
 /// How many of `count` sorted values lie outside of the interval on each side: the most with which no more than 2.5% of

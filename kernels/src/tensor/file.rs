@@ -7,13 +7,8 @@ use safetensors::tensor::TensorView as Stored;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
 use std::fs::File;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-
-/// Pieces of a file that are hashed, and their bytes: a page each, so that a file of many gigabytes takes milliseconds.
-const SAMPLES: usize = 1024;
-const SAMPLE_BYTES: usize = 4096;
 
 /// A file or a tensor in it that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -131,18 +126,6 @@ impl TensorFile {
         let file = TensorFile { path: path.into(), map: map(path)? };
         file.parse()?;
         Ok(file)
-    }
-
-    /// A hash of the file's length and of up to 1024 pieces of it, by which processes of one build tell whether they read
-    /// the same one.
-    pub fn fingerprint(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.map.len().hash(&mut hasher);
-        let step = (self.map.len() / SAMPLES).max(SAMPLE_BYTES);
-        for start in (0..self.map.len()).step_by(step) {
-            self.map[start..self.map.len().min(start + SAMPLE_BYTES)].hash(&mut hasher);
-        }
-        hasher.finish()
     }
 
     /// Names of the tensors, sorted.

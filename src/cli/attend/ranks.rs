@@ -45,9 +45,8 @@ impl Args {
         };
         let (file, problem, shared) = ranks::settle(comm, prepare())?;
         let Problem { shape, params, dtype, backward, .. } = problem;
-        let (json, output, input) = (self.json.is_some(), self.output.display(), file.fingerprint());
-        let text =
-            format!("{method} {shape:?} {params:?} {dtype} {backward} {} {json} {output} {input:016x}", self.repeat);
+        let (json, output, input) = (self.json.is_some(), self.output.display(), file.hash());
+        let text = format!("{method} {shape:?} {params:?} {dtype} {backward} {} {json} {output} {input}", self.repeat);
         ranks::agree_on_input(comm, &text)?;
         // As many queries as a rank has decide which kernel fits.
         let kernel = attention::kernel(match method {

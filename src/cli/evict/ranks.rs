@@ -86,8 +86,8 @@ impl Args {
         };
         let (file, tree, format, budget_tokens) = ranks::settle(comm, prepare())?;
         let shape = tree.shape();
-        let (output, input) = (self.output.display(), file.fingerprint());
-        let text = format!("{} {budget} {} {shape:?} {format} {output} {input:016x}", self.policy, self.seed);
+        let (output, input) = (self.output.display(), file.hash());
+        let text = format!("{} {budget} {} {shape:?} {format} {output} {input}", self.policy, self.seed);
         ranks::agree_on_input(comm, &text)?;
         if comm.rank() == 0 {
             output::warn(looks_swapped(shape.kv_heads, shape.kv_len).as_slice());
