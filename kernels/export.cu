@@ -101,7 +101,7 @@ KERNEL(128) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
                         const int slot = 2 * m + i / 2;
                         const float probability = exp2_fast(fused(x, logits.rest(), -shift[slot]));
                         const bool hidden = QUERIES == COUNT_BELOW_EVEN && x == minus_infinity();
-                        if (!hidden) take_in<QUERIES>(part[n][i % 2], probability, even_share(seen[slot]));
+                        if (!hidden) take_in<QUERIES>(part[n][i % 2], probability, even_share(seen[slot], shift[slot]));
                     }
         }
         // The eight rows of lanes of each column, then the warps.

@@ -73,7 +73,7 @@ KERNEL(256) export_columns(ARGUMENT Lists l, ARGUMENT Observers o) {
                     if (key < seen.first || key >= seen.end) continue;
                     float logit = product[i][j] * o.scale;
                     if (o.softcap > 0.0f) logit = soft_cap(logit, o.softcap);
-                    take_in<QUERIES>(part[j], exp2_fast(fused(logit, LOG2_E, -shift)), even_share(seen));
+                    take_in<QUERIES>(part[j], exp2_fast(fused(logit, LOG2_E, -shift)), even_share(seen, shift));
                 }
             }
         }

@@ -67,7 +67,11 @@ DEVICE Span observers_of(const Observers &o, const Sight &sight, int key0, int c
 #define COUNT_BELOW_EVEN 2
 
 // Less than an even share of a query's attention, by more than rounding.
-DEVICE float even_share(const Span &seen) { return (1.0f - 1e-5f) / float(most(1, seen.end - seen.first)); }
+// `shift` is the query's log-sum-exp to base 2, which was rounded.
+DEVICE float even_share(const Span &seen, float shift) {
+    const float rounding = 1e-5f + (LN_2 / (1 << 22)) * larger(shift, -shift);
+    return (1.0f - rounding) / float(most(1, seen.end - seen.first));
+}
 
 // Takes the probability `p` that a query which sees the key gives it into `part`.
 template <int Queries> DEVICE void take_in(float &part, float p, float even) {

@@ -178,7 +178,7 @@ struct Names(Vec<String>);
 /// front of it.
 fn named(text: &str) -> Result<Names, String> {
     let mut names: Vec<String> = Vec::new();
-    for piece in text.split(',') {
+    for piece in text.split(',').map(str::trim) {
         let is_parameter = piece.split('+').next().is_some_and(|first| first.contains('=') && !first.contains(':'));
         match names.last_mut().filter(|_| is_parameter) {
             Some(last) => *last += &format!(",{piece}"),

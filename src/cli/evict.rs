@@ -200,6 +200,11 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
 /// The most queries, of the file's last ones, that an eviction's loss is told of.
 const ASKED: usize = 16;
 
+/// How many of a file's queries an eviction's loss is told of.
+fn asked(shape: &Shape) -> usize {
+    ASKED.min(shape.q_len).min(shape.kv_len)
+}
+
 /// The file's `q`, `k` and `v`, in the host's memory.
 struct Tensors<'a> {
     q: TensorView<'a>,
@@ -215,7 +220,11 @@ impl Tensors<'_> {
         let Shape { q_len, kv_len, .. } = self.shape;
         let (q, first) = match future {
             Some(future) => (future.view(), kv_len),
-            None => (self.q.tokens(q_len - q_len.min(ASKED)..q_len), kv_len - q_len.min(ASKED)),
+            // A query that stands before the first key sees nothing.
+            None => {
+                let asked = asked(&self.shape);
+                (self.q.tokens(q_len - asked..q_len), kv_len - asked)
+            }
         };
         let own = |wanted| outcome.rows.iter().find(|(name, _)| *name == wanted).map(|(_, rows)| &rows[..]);
         let own = Own { keys: own("keys"), values: own("values"), biases: own("biases") };
@@ -300,10 +309,8 @@ impl Args {
                 "each of the file's layers is a problem of its own here: nothing is divided, or averaged, over layers";
             warnings.push(told.into());
         }
-        let asked = policy.recent_queries();
-        if policy.looks_at(Statistic::Queries) && asked > shape.q_len && asked < usize::MAX {
-            warnings
-                .push(format!("the policy looks at the latest {asked} queries, and the input holds {}", shape.q_len));
+        if let Some(missing) = missing_queries(policy, shape) {
+            warnings.push(missing);
         }
         if let empty @ 1.. = lens().filter(|&len| len == 0).count() {
             warnings.push(format!("nothing is retained of {empty} of {} lists", outcome.kept.len()));
@@ -335,9 +342,9 @@ impl Args {
                 lens().max().unwrap_or(0) as f64,
             ],
             asked: if future.is_some() { "q_future" } else { "last queries" },
-            asked_queries: future.as_ref().map_or(shape.q_len.min(ASKED), |q| q.dims()[2]),
+            asked_queries: future.as_ref().map_or(asked(shape), |q| q.dims()[2]),
             attention_mass_kept: loss.map(|loss| loss.attention_mass_kept),
-            output_error: loss.filter(|_| !policy.rerotates).map(|loss| loss.output_error),
+            output_error: loss.filter(|_| !policy.rerotates).and_then(|loss| loss.output_error),
             evicted_tokens: tokens - kept,
             keeps_all: policy.keeps_all(),
             kv_bytes_dense: tokens as u64 * given_bytes,
@@ -354,6 +361,20 @@ impl Args {
             None => output::print(&summary(&report, &self.output)),
         }
     }
+}
+
+/// Tells where a file holds fewer queries than a policy looks at in a context.
+fn missing_queries(policy: &Policy, shape: &Shape) -> Option<String> {
+    let looks_at = |statistic| policy.looks_at(statistic);
+    let (all, wanted) = match &policy.selection {
+        Some(selection) => (false, selection.recent_queries().min(shape.kv_len)),
+        _ if looks_at(Statistic::Queries) || looks_at(Statistic::AccumulatedAttention) => (true, shape.kv_len),
+        _ if looks_at(Statistic::RecentAttention) => (false, policy.recent_queries().min(shape.kv_len)),
+        _ => return None,
+    };
+    let which = if all || wanted == shape.kv_len { "all" } else { "the latest" };
+    let told = format!("the policy looks at {which} {wanted} queries, and the input holds {}", shape.q_len);
+    (wanted > shape.q_len).then_some(told)
 }
 
 fn write(args: &Args, shape: &Shape, outcome: &Outcome<'_>) -> Result<(), Failure> {

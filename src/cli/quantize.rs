@@ -16,7 +16,8 @@ use std::time::Instant;
 
 const EXAMPLES: &str = "\
 GGUF files: which tensor gets which type is llama.cpp's choice: more bits for the output matrix, in _m also for values and the MLP's \
-second half in half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32.\n\n\
+second half in half of the layers, and a wider type where rows are no whole super-blocks. Norms and biases stay f32. With an importance matrix llama.cpp gives some \
+matrices of the lowest layers another type (q4_0, q5_0, iq4_nl, iq4_xs); here types are the same.\n\n\
 With --text errors count by the mean square of what each weight is multiplied with while the model reads it (llama.cpp's importance \
 matrix); with --imatrix they are those of a file that llama.cpp's imatrix wrote (imatrix.gguf, or the older imatrix.dat).\n\n\
 Folders: codes with an f16 scale for each group of inputs, as others read them: gptq, int4 and int8 in GPTQ's layout, awq in AWQ's. \
@@ -26,7 +27,8 @@ has it, with an f32 scale for each block=64 inputs, or with nested=true one of 8
 (compressed-tensors), or with block=128 for so many outputs and inputs (as DeepSeek's), and w8a8 bytes with one for each output, to be run with --activations int8: each token has a scale of its own, or with activations=static each layer one by \
 what it reads of --text; with smoothing=0.5 weights take half of the outliers of their inputs over (SmoothQuant). \
 Embedding, output matrix and norms stay as the source's embedding is.\n\n\
-The tokenizer and the configuration go along. The error of a tensor is the relative L2 distance from what the source held, that of \
+The tokenizer and the configuration go along. The error of a tensor is the relative L2 distance from what the source held (of \
+awq and smoothing: from that times their factors), that of \
 outputs the same of what the matrix makes of the text.\n\n\
 Examples:
   kvsieve quantize --model DIR --format q4_k_m --output model-q4_k_m.gguf

@@ -10,6 +10,7 @@ use super::cell::Device;
 use super::grid::Experiment;
 use super::measure::cuda;
 use super::spec::Spec;
+use crate::cache;
 use crate::device::cuda::{Limits, Program, Sweep};
 use crate::model;
 use crate::policy::Registry;
@@ -105,8 +106,16 @@ pub fn programs(limits: &Limits) -> Vec<Program> {
         tasks.flat_map(|task| task.programs()).collect::<Vec<_>>()
     });
     let models = [DType::F32, DType::Bf16, DType::F16].map(model::cuda::program);
+    // Log-sum-exps of a model's observation windows.
+    let windows = [cache::cuda::program(DType::F32.into(), 1)];
     let mut seen = HashSet::new();
-    [Sweep::program()].into_iter().chain(models).chain(planned).filter(|program| seen.insert(program.clone())).collect()
+    [Sweep::program()]
+        .into_iter()
+        .chain(models)
+        .chain(windows)
+        .chain(planned)
+        .filter(|program| seen.insert(program.clone()))
+        .collect()
 }
 
 /// The cells of an experiment that run on a GPU; `None` where none does.

@@ -74,7 +74,7 @@ impl<'a> Own<'a> {
         Setup {
             kernel: if scenario.attention == Attention::Tiled { "tiled" } else { "naive" },
             batch: scenario.batch as usize,
-            chunk_tokens: scenario.pass_tokens(scenario.context) as usize,
+            chunk_tokens: scenario.run_chunk() as usize,
             all_logits: scenario.logits == Logits::All,
             kv_format,
             ..Setup::of((scenario.context + scenario.output) as usize, dtype)

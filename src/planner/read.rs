@@ -31,6 +31,16 @@ const KNOWN: [(&str, bool); 16] = [
     ("OPTForCausalLM", true),
 ];
 
+/// Defaults of `Gemma3TextConfig` that its models' files leave out.
+const GEMMA3_TEXT: [(&str, usize); 6] = [
+    ("vocab_size", 262_208),
+    ("num_attention_heads", 8),
+    ("num_key_value_heads", 4),
+    ("head_dim", 256),
+    ("max_position_embeddings", 131_072),
+    ("sliding_window_pattern", 6),
+];
+
 /// Reads a `config.json`.
 ///
 /// # Errors
@@ -93,6 +103,10 @@ fn shape_of(fields: &Fields<'_>, map: &Map<String, Value>, name: &str) -> Result
         let text = map.get("text_config").and_then(Value::as_object).ok_or("text_config is missing")?;
         let mut text = text.clone();
         text.insert("architectures".into(), json!(["Gemma3ForCausalLM"]));
+        // What the files leave out, as the class has it.
+        for (key, value) in GEMMA3_TEXT {
+            text.entry(key).or_insert(json!(value));
+        }
         return shape(&text, name);
     }
     let Some(&(family, tied)) = KNOWN.iter().find(|(known, _)| *known == family) else {
@@ -211,10 +225,17 @@ fn kinds<'a>(fields: &Fields<'a>, layers: usize) -> Result<Option<Vec<&'a str>>,
     }
 }
 
-/// The layers that see a window.
+/// The layers that see a window. Classes that have none do not look at the keys, and of the others some have one where nothing
+/// is said; null is none.
 fn window(fields: &Fields<'_>, family: &str, layers: usize) -> Result<Option<Window>, String> {
-    let named = kinds(fields, layers)?;
-    let Some(tokens) = fields.count("sliding_window")? else { return Ok(None) };
+    let (named, stated) = (kinds(fields, layers)?, fields.count("sliding_window")?);
+    let default = match family {
+        "MistralForCausalLM" | "Gemma2ForCausalLM" | "Gemma3ForCausalLM" => Some(4096),
+        "Qwen2ForCausalLM" | "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM" => Some(4096),
+        "MixtralForCausalLM" | "Phi3ForCausalLM" | "GptOssForCausalLM" | "Qwen3NextForCausalLM" => None,
+        _ => return Ok(None),
+    };
+    let Some(tokens) = stated.or(default.filter(|_| !fields.has("sliding_window"))) else { return Ok(None) };
     let counted = named.map(|types| types.iter().filter(|kind| **kind == "sliding_attention").count());
     let layers = match (family, counted) {
         (_, Some(counted)) => counted,
@@ -347,6 +368,9 @@ pub fn gguf(metadata: &Map<String, Value>, tensors: &[GgufTensor], path: &Path) 
     };
     let own = |key: &str| metadata.get(&format!("{name}.{key}"));
     let find = |wanted: &str| tensors.iter().find(|tensor| tensor.name == wanted);
+    let experts = own("expert_count").and_then(Value::as_u64).unwrap_or(0);
+    // Mixtral has no architecture of its own.
+    let class = if *name == "llama" && experts > 0 { "MixtralForCausalLM" } else { class };
     let mut map = Map::new();
     map.insert("architectures".into(), json!([class]));
     for (key, config) in KEYS {
@@ -357,6 +381,11 @@ pub fn gguf(metadata: &Map<String, Value>, tensors: &[GgufTensor], path: &Path) 
             Some(value) => drop(map.insert(config.into(), value.clone())),
             None => {}
         }
+    }
+    if class == "MixtralForCausalLM" {
+        map.insert("num_local_experts".into(), experts.into());
+    } else if experts > 0 && !map.contains_key("moe_intermediate_size") {
+        return Err(format!("{name}.expert_count is {experts}; experts of this architecture are not understood"));
     }
     let embedding = find("token_embd.weight").ok_or("it has no tensor 'token_embd.weight'")?;
     map.insert("vocab_size".into(), embedding.shape[0].into());
@@ -381,8 +410,11 @@ pub fn gguf(metadata: &Map<String, Value>, tensors: &[GgufTensor], path: &Path) 
     match *name {
         // These files do not say which layers have windows; the architecture does.
         "gemma3" => drop(map.insert("sliding_window_pattern".into(), 6.into())),
-        "gemma2" | "phi3" => {}
-        _ => drop(map.remove("sliding_window")),
+        "gemma2" => {}
+        // Phi-4's says 0, for none.
+        "phi3" if own("attention.sliding_window").is_some_and(|tokens| *tokens != json!(0)) => {}
+        // Nor do the others' have windows: null, so that no class has its default.
+        _ => drop(map.insert("sliding_window".into(), Value::Null)),
     }
     shape(&map, &path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy())
 }

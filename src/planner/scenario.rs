@@ -240,6 +240,11 @@ impl Scenario<'_> {
         self.pass_rows(context).div_ceil(self.batch)
     }
 
+    /// What `generate --chunk` must say for such passes; it may be longer than the prompt.
+    pub fn run_chunk(&self) -> u64 {
+        self.chunk.filter(|_| self.step.is_none()).unwrap_or_else(|| self.pass_tokens(self.context))
+    }
+
     /// Sequences that are held and decoded together.
     pub fn held(&self) -> u64 {
         self.batch.max(self.concurrency)
@@ -332,15 +337,10 @@ impl Scenario<'_> {
     /// Bytes of weights on the fullest card: of a pipeline's stages the first has the embedding, the last the output matrix.
     pub fn weight_bytes(&self) -> u128 {
         let whole = self.subject.weight_bytes(self.weights);
-        let layers = self.subject.layers as u64;
-        let layer = u128::from(whole.layers).div_ceil(u128::from(layers));
-        let here = layers.saturating_sub(self.offload).div_ceil(self.pipeline);
+        let here = (self.subject.layers as u64).saturating_sub(self.offload).div_ceil(self.pipeline);
         // One layer that is on its way has its room.
-        let passing = self.offload.min(1);
-        let layers = match (self.offload, self.pipeline) {
-            (0, 1) => u128::from(whole.layers),
-            _ => layer * u128::from(here + passing),
-        };
+        let here = here + self.offload.min(1);
+        let layers = u128::from(self.subject.fullest_stage(whole.layers, self.weights, here));
         let outside = if self.pipeline > 1 { whole.fullest_end(self.subject.architecture.tied) } else { whole.outside };
         layers.div_ceil(u128::from(self.tensor_parallel))
             + u128::from(outside).div_ceil(u128::from(self.tensor_parallel))
@@ -373,6 +373,10 @@ impl Scenario<'_> {
     /// The larger of the two moments of a pass of `rows` tokens of all sequences over `keys` keys, whose cache `base` holds.
     fn pass(&self, base: Bytes, rows: u64, keys: u64) -> Bytes {
         let subject = self.subject;
+        // Where every layer has a window, those that it sees of the cache and those that come.
+        let each = rows.div_ceil(self.batch);
+        let seen = |group: &KvGroup| group.window.map_or(keys, |window| keys.min(window as u64 + each));
+        let keys = subject.groups.iter().map(seen).max().unwrap_or(keys);
         let pairs = u128::from(rows) * u128::from(keys);
         let heads = (subject.heads as u64).div_ceil(self.tensor_parallel);
         let scores = pairs * u128::from(heads) * u128::from(self.attention.score_bytes());

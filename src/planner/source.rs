@@ -180,6 +180,20 @@ impl Subject {
         self.formats[at.expect("every format is of the table")]
     }
 
+    /// Of `bytes`, or of anything else that blocks share as their bytes in a format: what the fullest `count` blocks in a row have.
+    pub fn fullest_stage(&self, bytes: u64, format: Option<&'static WeightFormat>, count: u64) -> u64 {
+        if count >= self.layers as u64 {
+            return bytes;
+        }
+        // Files are shared out as the same model in bf16 is.
+        let format = format.or_else(|| WEIGHT_FORMATS.iter().find(|format| format.name == "bf16"));
+        let format = format.expect("bf16 is of the table");
+        let layers: Vec<u64> = (0..self.layers).map(|layer| format.layer_bytes(&self.architecture, layer)).collect();
+        let most = layers.windows((count as usize).max(1)).map(|stage| stage.iter().sum()).max();
+        let (most, all): (u64, u64) = (most.unwrap_or(0), layers.iter().sum());
+        (u128::from(bytes) * u128::from(most)).div_ceil(u128::from(all.max(1))) as u64
+    }
+
     /// Elements of the largest matrix of a block.
     pub fn largest_matrix(&self) -> u64 {
         let shape = &self.architecture;

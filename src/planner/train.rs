@@ -235,7 +235,11 @@ impl Training<'_> {
             None => shape.ffn as f64,
         };
         // RMS norms, SwiGLU: two norms with their inputs, q, k, v, the output, gate, up, their product and its factor.
-        let kept = 8.0 * h / shared + (2.0 * (heads + 2.0 * kv_heads) * d + 2.0 * heads * d + 8.0 * ffn) / tensor;
+        let attention = match shape.mla {
+            Some(mla) => 2.0 * heads * (2 * (mla.nope + mla.rope) + 2 * mla.v) as f64,
+            None => 2.0 * (2.0 * heads + 2.0 * kv_heads) * d,
+        };
+        let kept = 8.0 * h / shared + (attention + 8.0 * ffn) / tensor;
         let scores = match (self.recompute, self.keeps_scores) {
             (Recompute::None, true) => 5.0 * heads * self.context as f64 / tensor,
             // The log-sum-exp of each row.
@@ -258,8 +262,8 @@ impl Training<'_> {
     /// What a stage holds of parameters or of their bytes: layers as far as any stage has them, and what is outside of blocks at
     /// its end.
     fn of_stage(&self, whole: Parts, stage: Stage) -> u64 {
-        let layers = self.subject.layers as u64;
-        let here = whole.layers.div_ceil(layers) * layers.div_ceil(self.pipeline);
+        let layers = (self.subject.layers as u64).div_ceil(self.pipeline);
+        let here = self.subject.fullest_stage(whole.layers, None, layers);
         match stage {
             Stage::Only => whole.total(),
             Stage::First => here + whole.first_end(),

@@ -242,7 +242,12 @@ impl Scenario<'_> {
                     n(tokens),
                     grouped(keys)
                 );
-                let growth = if rows == Growth::Linear { Growth::Quadratic } else { Growth::Linear };
+                let has_windows = subject.groups.iter().all(|group| group.window.is_some());
+                let growth = match rows {
+                    Growth::Linear => Growth::Quadratic,
+                    _ if has_windows => Growth::Constant,
+                    _ => Growth::Linear,
+                };
                 ("B x Hq x Lq x Lk x bytes of a score, of one layer", numbers, Known::Formula, bounded(growth))
             }
             "activations" => {

@@ -52,7 +52,7 @@ const ALL: [Column; 11] = [
     Column { heading: "99%", words: "of tokens have a smaller KL", read: |numbers| &numbers.kl_p99 },
     Column { heading: "top-1", words: "percent of tokens likeliest with both caches", read: |numbers| &numbers.top1 },
     Column { heading: "kv", words: "bytes live behind the eviction", read: |numbers| &numbers.kv },
-    Column { heading: READ, words: "bytes of them that a step reads", read: |numbers| &numbers.kv_read },
+    Column { heading: READ, words: "bytes that the last step of an answer reads", read: |numbers| &numbers.kv_read },
     Column { heading: "first", words: "time to the first token", read: |numbers| &numbers.first },
     Column { heading: "per token", words: "time of each one behind it", read: |numbers| &numbers.step },
 ];
@@ -66,7 +66,9 @@ fn columns(records: &[&Record]) -> Vec<Column> {
     let of_texts = records.iter().all(|record| record.cell.text.is_some());
     let without: &[&str] = if of_texts { &OF_SCORES } else { &OF_TEXTS };
     let sparse = |answers: &Answers| {
-        answers.kv_bytes_read > 0 && (answers.kv_bytes_read as f64) < SPARSE * answers.kv_bytes_live as f64
+        answers.kept_fraction >= 1.0
+            && answers.kv_bytes_read > 0
+            && (answers.kv_bytes_read as f64) < SPARSE * answers.kv_bytes_live as f64
     };
     let selects = records.iter().filter_map(|record| answers(record)).any(sparse);
     let shown = |column: &Column| !without.contains(&column.heading) && (column.heading != READ || selects);

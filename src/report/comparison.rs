@@ -93,7 +93,7 @@ pub fn ranked<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Ranked<'a>>> {
 /// The least p-value that so many comparisons of these samples can have, and with how many samples they could tell something, where these
 /// are too few to tell anything, however far policies are from one another.
 fn too_few(ranked: &[Ranked], comparisons: usize) -> Option<(f64, usize)> {
-    let samples = ranked[0].pool.merits().iter().map(Vec::len).sum::<usize>();
+    let samples = ranked[0].pool.all_samples();
     let least = least_p(samples)? * comparisons as f64;
     (least >= SURE).then(|| {
         let enough = (samples..).find(|&samples| least_p(samples).is_none_or(|p| p * (comparisons as f64) < SURE));
@@ -107,7 +107,7 @@ fn floor_of_p(ranked: &[Ranked]) -> Option<String> {
     let (least, enough) = too_few(ranked, pairs)?;
     Some(format!(
         "{} samples of {} policies set no two apart: the least p of {pairs} pairs is {least:.2}; {enough} samples could",
-        ranked[0].pool.merits().iter().map(Vec::len).sum::<usize>(),
+        ranked[0].pool.all_samples(),
         ranked.len(),
     ))
 }

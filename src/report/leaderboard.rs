@@ -163,7 +163,8 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
     let rivals: Vec<usize> = (1..budget.len()).filter(|&at| !with_first(at).is_some_and(Pair::is_sure)).collect();
     let what = if let Some(enough) = comparison::enough_for_a_best(budget) {
         format!(
-            "undecided: {samples} samples set none of {} policies apart from {}, and {enough} could",
+            "undecided: {} samples set none of {} policies apart from {}, and {enough} could",
+            first.pool.all_samples(),
             budget.len(),
             named(0)
         )

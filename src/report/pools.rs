@@ -212,6 +212,11 @@ impl Pool<'_> {
         self.records.iter().any(|record| text::is_only_protected(record))
     }
 
+    /// Samples of all tasks together, by which policies are compared.
+    pub fn all_samples(&self) -> usize {
+        self.merits().iter().map(Vec::len).sum()
+    }
+
     /// Samples of the task that has the fewest.
     pub fn samples(&self) -> usize {
         self.records.iter().filter_map(|record| answers(record)).map(|answers| answers.samples).min().unwrap_or(0)

@@ -26,8 +26,8 @@ pub struct Asked<'a> {
 pub struct Loss {
     /// Mean fraction of the attention that falls on retained tokens.
     pub attention_mass_kept: f64,
-    /// `|o - o_full| / |o_full|`; a query that sees no retained token has `o = 0`.
-    pub output_error: f64,
+    /// `|o - o_full| / |o_full|`; a query that sees no retained token has `o = 0`. `None` where `o_full` is 0.
+    pub output_error: Option<f64>,
 }
 
 /// What retained tokens have of their own, where it is not the context's; `columns` is the longest list's length.
@@ -77,7 +77,7 @@ pub fn loss(asked: Asked<'_>, kept: &[&[u32]], own: Own<'_>, cpu: &Cpu) -> Loss 
     let sums: Vec<[f64; 3]> = cpu.install(|| kept.par_iter().enumerate().map(of_list).collect());
     let [mass, error, full] = sums.into_iter().fold([0.0; 3], add);
     let rows = (kept.len() / kv_heads * q_heads * queries) as f64;
-    Loss { attention_mass_kept: mass / rows, output_error: (error / full).sqrt() }
+    Loss { attention_mass_kept: mass / rows, output_error: (full > 0.0).then(|| (error / full).sqrt()) }
 }
 
 /// The keys or values of a (sequence, KV head).
@@ -166,7 +166,8 @@ mod tests {
             let of_all = (errors.iter().map(|e: &f64| e * e).sum::<f64>() / (4.0 + 9.0)).sqrt();
             assert!((found.attention_mass_kept - mass).abs() < 1e-12, "{kept:?}: {found:?}");
             // A bias is f32.
-            assert!((found.output_error - of_all).abs() < 1e-7, "{kept:?}: {found:?}, not {of_all}");
+            let error = found.output_error.unwrap();
+            assert!((error - of_all).abs() < 1e-7, "{kept:?}: {found:?}, not {of_all}");
         }
     }
 }

@@ -88,14 +88,14 @@ pub struct ObservationWindow {
 }
 
 impl ObservationWindow {
-    /// An empty window, with room for `first` queries if it is to hold all.
+    /// An empty window, with room for `first` queries, or for all that it will ever hold if these are fewer.
     ///
     /// # Errors
     /// When the arena has no room.
     pub fn new(arena: &Arena, shape: WindowShape, span: Span, first: usize) -> Result<Self, ArenaError> {
         let room = match span {
             Span::All => first,
-            Span::Latest(queries) => queries,
+            Span::Latest(most) => first.min(most),
         };
         let queries = Tensor::zeros(arena, Label::Policy, shape.dtype, shape.dims(room))?;
         let sums = if shape.has_lse { shape.layers * room * shape.q_heads } else { 0 };
@@ -125,7 +125,12 @@ impl ObservationWindow {
             Span::Latest(most) => (fill.min(most.saturating_sub(new)), new.min(most)),
         };
         if kept + taken > self.room {
-            *self = self.sized(kept + taken)?;
+            let room = match self.span {
+                Span::All => kept + taken,
+                // Twice as much, so that tokens which come one by one are not all moved each time.
+                Span::Latest(most) => most.min((kept + taken).max(2 * self.room)),
+            };
+            *self = self.sized(room)?;
         }
         let (rows, row_bytes) = (layer * self.room * heads..(layer + 1) * self.room * heads, width * dtype.bytes());
         let queries = &mut self.queries.bytes_mut()[rows.start * row_bytes..rows.end * row_bytes];
@@ -152,7 +157,7 @@ impl ObservationWindow {
     /// When the arena has no room.
     pub fn narrow(&mut self, most: usize) -> Result<(), ArenaError> {
         self.span = Span::Latest(most);
-        *self = self.sized(most)?;
+        *self = self.sized(self.holds().min(most))?;
         Ok(())
     }
 
@@ -163,10 +168,15 @@ impl ObservationWindow {
     pub fn copy(&self, span: Option<Span>) -> Result<Self, ArenaError> {
         let span = span.unwrap_or(self.span);
         let room = match span {
-            Span::All => self.queries(),
-            Span::Latest(most) => most,
+            Span::All => self.holds(),
+            Span::Latest(most) => self.holds().min(most),
         };
         Ok(ObservationWindow { span, ..self.sized(room)? })
+    }
+
+    /// Queries of the layer that has most.
+    fn holds(&self) -> usize {
+        self.fill.iter().copied().max().unwrap_or(0)
     }
 
     /// A copy with room for so many queries of each layer: the latest.
@@ -216,12 +226,12 @@ mod tests {
     #[test]
     fn the_latest_queries_are_held_in_order() {
         let arena = Arena::unlimited();
-        for dtype in DType::ALL {
+        for (dtype, first) in DType::ALL.into_iter().flat_map(|dtype| [0, 3, 4, 9].map(|first| (dtype, first))) {
             let values: Vec<f32> = (0..2 * 3 * 9 * 4).map(|index| index as f32).collect();
             let q = Tensor::from_f32(&arena, Label::Input, dtype, [2, 3, 9, 4], &values).unwrap();
             let shape = WindowShape { layers: 2, q_heads: 3, head_dim: 4, dtype, has_lse: true };
-            let mut window = ObservationWindow::new(&arena, shape, Span::Latest(4), 0).unwrap();
-            assert_eq!(arena.live_bytes(Label::Policy), shape.bytes(4));
+            let mut window = ObservationWindow::new(&arena, shape, Span::Latest(4), first).unwrap();
+            assert_eq!(arena.live_bytes(Label::Policy), shape.bytes(first.min(4)));
             // Chunks of any size: fewer than the window, as many, and more.
             for tokens in [0..3, 3..4, 4..9] {
                 for layer in 0..2 {

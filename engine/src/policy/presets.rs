@@ -8,7 +8,7 @@ pub const PRESETS: &[Preset] = &[
         name: "delayed-keydiff",
         text: "keydiff+ada:floor=0+delayed",
         paper: "2504.15364",
-        about: "the schedule of DMS (arXiv 2506.05345) with keydiff's scores in place of its trained ones: one threshold for the heads of a layer, each new token decided on when it leaves a recent window",
+        about: "the schedule of DMS (arXiv 2506.05345) with keydiff's scores in place of its trained ones: a layer's budget divided over its heads by score, each new token decided on when it leaves a recent window, against what its head lost",
     },
     Preset {
         name: "ada-snapkv",
@@ -105,6 +105,6 @@ pub const PRESETS: &[Preset] = &[
         name: "snapkv@frontier",
         text: "snapkv:window=256,kernel=7,queries=sum,span=all,local=128,sink=4",
         paper: "2404.14469",
-        about: "SnapKV as sparse-frontier has it",
+        about: "SnapKV by the defaults of sparse-frontier's class; its configuration has kernel=21",
     },
 ];

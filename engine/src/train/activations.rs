@@ -18,8 +18,9 @@
 //! arXiv 1604.06174; Korthikanti and others, arXiv 2205.05198, whose selective mode computes attention's scores again,
 //! which a tiled kernel does in any mode.)
 
+use super::holder::Unit;
 use super::norm;
-use super::parameters::Parameters;
+use super::parameters::{Parameter, Parameters};
 use super::{linear, loss, network};
 use crate::attention::{Gradients, Kernel, Outputs, Shape, Tiled, Workspace, WorkspaceSize};
 use crate::memory::{Arena, ArenaError, Buffer, Label, LabelBytes};
@@ -90,15 +91,26 @@ impl<'a> Extents<'a> {
     }
 
     /// Floating-point operations of a step with `targets` target tokens: a product of a row with a matrix takes two for
-    /// each element, and twice as many again for both gradients; attention's backward pass 2.5 times its forward pass.
-    /// What is computed again, or not because it is frozen, is not looked at.
+    /// each element, as many again for the gradient by the row, and as many for that by the matrix where it is trained;
+    /// attention's backward pass takes 2.5 times its forward pass. Blocks below all that is trained have no backward pass. What is
+    /// computed again is not looked at, nor are adapters and gates.
     pub fn step_flop(&self, targets: usize) -> f64 {
-        let config = self.config();
+        let (config, parameters) = (self.config(), self.parameters);
         let Config { hidden, layers, ffn, vocab, .. } = *config;
-        let matrices = layers * hidden * (config.qkv_width() + config.q_width() + 3 * ffn);
-        let of_layer = |layer| 3.5 * self.attention().flops(&params(config, layer)) as f64;
-        let attention: f64 = (0..layers).map(of_layer).sum();
-        6.0 * (self.rows() * matrices + targets * hidden * vocab) as f64 + attention
+        let is_trained = |parameter: &&Parameter| parameter.gradient.is_some() && parameter.role.decays();
+        let is_of_block = |parameter: &&Parameter| matches!(parameters.unit_of(parameter), Unit::Block(_));
+        let trained = parameters.all.iter().filter(is_trained).filter(is_of_block);
+        let trained: usize = trained.map(|parameter| parameter.range.len()).sum();
+        // Where nothing of the model is trained, adapters or gates of every block are.
+        let first = if parameters.trained_count() == 0 { 0 } else { parameters.first_trained };
+        let block = hidden * (config.qkv_width() + config.q_width() + 3 * ffn);
+        let blocks = 2 * self.rows() * ((layers + layers - first) * block + trained);
+        let head = if parameters.output.trained.is_empty() { 4 } else { 6 } * targets * hidden * vocab;
+        let of_layer = |layer| {
+            let backward = if layer >= first { 2.5 } else { 0.0 };
+            (1.0 + backward) * self.attention().flops(&params(config, layer)) as f64
+        };
+        (blocks + head) as f64 + (0..layers).map(of_layer).sum::<f64>()
     }
 
     /// Type of what attention reads and writes.

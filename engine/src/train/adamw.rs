@@ -21,7 +21,7 @@ pub struct Constants {
     pub learning_rate: f32,
     /// Steps over which the rate rises from 0.
     pub warmup_steps: usize,
-    /// The rate at the last step as a fraction of the largest.
+    /// The rate towards which it falls, which the step behind the last would have, as a fraction of the largest.
     pub final_share: f32,
     /// Decay of matrices, times the learning rate; norms and biases do not decay.
     pub weight_decay: f32,

@@ -292,7 +292,8 @@ impl<'a> Data<'a> {
         }
     }
 
-    /// `count` pieces of `len` tokens of the text that no step reads, if there is one; every token is a target.
+    /// `count` pieces of `len` tokens of the text that no step reads, if there is one; every token is a target. There are as many
+    /// by [`Data::check`].
     pub fn held_out_text(&self, count: usize, len: usize) -> Option<Batch> {
         let text = self.text.as_ref()?;
         let (begin, pieces) = (self.vocabulary.begin().len(), text.pieces(len + 1));
@@ -300,7 +301,7 @@ impl<'a> Data<'a> {
             let tokens = text.piece(index * pieces / count, len + 1);
             tokens.into_iter().enumerate().map(|(at, token)| (token, f32::from(at >= begin))).collect::<Vec<_>>()
         };
-        (pieces >= count).then(|| batch_of(&(0..count).map(piece).collect::<Vec<_>>(), len))
+        Some(batch_of(&(0..count).map(piece).collect::<Vec<_>>(), len))
     }
 
     /// Lists of words, ` oar lamp wolf;`, and pieces of earlier ones, each from some word to its list's end. What follows
@@ -370,6 +371,16 @@ impl<'a> Data<'a> {
             let task = task::task(name)?;
             for &length in evaluation.lengths.iter().filter(|length| **length <= longest) {
                 self.held_out_sequence(name, task.as_ref(), 0, length)?;
+            }
+        }
+        let judged = evaluation.lengths.iter().copied().filter(|length| *length <= longest).max();
+        if let Some((text, length)) = self.text.as_ref().zip(judged) {
+            let (pieces, samples) = (text.pieces(length + 1), evaluation.samples);
+            if pieces < samples {
+                return Err(DataError::Text(format!(
+                    "the last tenth of data.text has {pieces} pieces of {length} tokens; evaluation.samples is {samples}, which must be \
+                     no more than that"
+                )));
             }
         }
         Ok(())

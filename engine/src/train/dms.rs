@@ -67,7 +67,7 @@ impl<'a> Source<'a> {
             (recipe.stages, recipe.seed) = (vec![Stage { length, batch, steps }], seed ^ GENERATED);
             return Ok(Source::Generated(Box::new(Data::new(&recipe, vocabulary)?)));
         };
-        let misfit = |reason| TrainError::Misfit { name: settings.method().into(), reason };
+        let misfit = |reason| TrainError::Misfit { name: format!("--method {}", settings.method()), reason };
         Ok(Source::Text(TextSource::open(path, vocabulary, length, seed).map_err(misfit)?))
     }
 
@@ -111,7 +111,7 @@ struct Dms<'a> {
 /// # Errors
 /// When settings, text, folder or memory do not allow it, the loss stops being a number, or nothing or everything is evicted.
 pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
-    let misfit = |reason| TrainError::Misfit { name: settings.method().into(), reason };
+    let misfit = |reason| TrainError::Misfit { name: format!("--method {}", settings.method()), reason };
     let model = locate(&settings.model)?;
     let config = Config::read(&model)?;
     settings.check(&config).map_err(misfit)?;

@@ -175,7 +175,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
 }
 
 fn misfit(reason: String) -> TrainError {
-    TrainError::Misfit { name: "duo".into(), reason }
+    TrainError::Misfit { name: "--method duo".into(), reason }
 }
 
 /// Refuses sequences in which no token is judged.

@@ -27,10 +27,10 @@ pub enum TrainError {
     /// The model that it starts from.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// A recipe that does not fit the model that it starts from.
-    #[error("recipe '{name}': {reason}")]
+    /// A recipe, or what a method was asked for, that does not fit the model that it starts from.
+    #[error("{name}: {reason}")]
     Misfit {
-        /// The recipe's name.
+        /// The recipe or the method.
         name: String,
         /// What was wrong, its value, and what would be right.
         reason: String,

@@ -11,6 +11,7 @@ use super::weights::Frozen;
 use super::{Batch, Network, Parameters};
 use crate::device::Cpu;
 use crate::memory::Arena;
+use crate::stats::median_with_interval;
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
@@ -27,7 +28,7 @@ pub struct FineTuned {
     /// Facts whose value had more than half of the probability within the most steps.
     pub learned: usize,
     /// Median of a fact's steps.
-    pub steps: usize,
+    pub steps: f64,
     /// Median of their seconds, without opening the model.
     pub seconds: f64,
 }
@@ -73,11 +74,9 @@ pub(super) fn fine_tune(
             step += 1;
         };
         seconds.push(began.elapsed().as_secs_f64());
-        steps.push(step);
+        steps.push(step as f64);
         learned += usize::from(is_learned);
     }
-    steps.sort_unstable();
-    seconds.sort_by(f64::total_cmp);
-    let middle = statements.len() / 2;
-    Ok(FineTuned { facts: statements.len(), learned, steps: steps[middle], seconds: seconds[middle] })
+    let [(steps, ..), (seconds, ..)] = [&steps, &seconds].map(|values| median_with_interval(values));
+    Ok(FineTuned { facts: statements.len(), learned, steps, seconds })
 }

@@ -130,7 +130,7 @@ fn mean(values: &[f64]) -> f64 {
 }
 
 fn misfit(reason: String) -> TrainError {
-    TrainError::Misfit { name: "kvzap".into(), reason }
+    TrainError::Misfit { name: "--method kvzap".into(), reason }
 }
 
 /// Sums over samples of what a model reads and repeats.

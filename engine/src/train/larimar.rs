@@ -148,7 +148,7 @@ pub fn run(
     options: &Options,
     watch: &mut dyn FnMut(&Line),
 ) -> Result<Option<(Found, FineTuned)>, TrainError> {
-    let misfit = |reason| TrainError::Misfit { name: "larimar".into(), reason };
+    let misfit = |reason| TrainError::Misfit { name: "--method larimar".into(), reason };
     settings.check().map_err(misfit)?;
     let located = locate(&settings.model)?;
     let base = fingerprint(&located)?;

@@ -173,10 +173,27 @@ impl Recipe {
             if !self.data.sources.iter().any(|source| source.serves(length)) {
                 return Err(format!("no source of data serves length {length}, a stage's; see from_length"));
             }
+            let mut serving = self.data.sources.iter().filter(|source| source.serves(length));
+            if weight == 0.0 && serving.all(|source| source.source == "text") {
+                return Err(format!(
+                    "data.text_weight is 0, and a stage of length {length} has no source but 'text': nothing would be learned"
+                ));
+            }
+        }
+        if self.optimizer.warmup_steps >= self.steps() {
+            let (warmup, steps) = (self.optimizer.warmup_steps, self.steps());
+            return Err(format!(
+                "optimizer.warmup_steps is {warmup}; it must be below the {steps} steps of all stages"
+            ));
         }
         let Evaluation { every_steps, samples, log_steps, save_steps, .. } = self.evaluation;
         if [every_steps, samples, log_steps, save_steps].contains(&0) {
             return Err("evaluation: every_steps, samples, log_steps and save_steps must be at least 1".into());
+        }
+        if !save_steps.is_multiple_of(log_steps) {
+            return Err(format!(
+                "evaluation.save_steps is {save_steps}; it must be a multiple of log_steps, {log_steps}: what is resumed begins a line"
+            ));
         }
         if let Some(length) = self.evaluation.lengths.iter().find(|length| **length < SHORTEST) {
             return Err(format!("evaluation: a length is {length}; it must be at least {SHORTEST}"));

@@ -70,7 +70,7 @@ pub fn run(
     options: &Options,
     watch: &mut dyn FnMut(&Line),
 ) -> Result<(), TrainError> {
-    let misfit = |reason| TrainError::Misfit { name: recipe.name.clone(), reason };
+    let misfit = |reason| TrainError::Misfit { name: format!("recipe '{}'", recipe.name), reason };
     let start = recipe.model.open(recipe.data.text.as_deref())?;
     recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;
     let groups = Groups::new(place.comm, place.tensor_parallel)?;
@@ -226,7 +226,9 @@ impl<'a> Trainer<'a> {
 
             let done = self.progress.step;
             let last = done == end || done == recipe.steps();
-            if done.is_multiple_of(recipe.evaluation.log_steps) || last {
+            // No line is a mean over two stages.
+            let ends = last || recipe.stage(done) != stage;
+            if done.is_multiple_of(recipe.evaluation.log_steps) || ends {
                 self.tell(
                     watch,
                     Line::Step {
@@ -316,7 +318,8 @@ impl<'a> Trainer<'a> {
             "sent_bytes": self.sent_bytes,
         });
         let of_ranks = comm.gather_texts(note.to_string().into_bytes())?;
-        if self.memory.last().is_none_or(|last| last["length_tokens"] != note["length_tokens"]) {
+        let is_other = |last: &Value| ["length_tokens", "sequences"].iter().any(|key| last[*key] != note[*key]);
+        if self.memory.last().is_none_or(is_other) {
             let read = |text: &Vec<u8>| serde_json::from_slice::<Value>(text).expect("written by the same build");
             self.memory.extend(of_ranks.iter().map(read));
         }

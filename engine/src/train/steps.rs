@@ -135,7 +135,7 @@ impl Steps {
     /// When there is no such model, or it or the batch cannot be shared out so.
     pub fn open(model: &Path, [batch, length]: [usize; 2], shared: SharedOut) -> Result<Self, TrainError> {
         let recipe = on_text(model, [batch, length])?;
-        let misfit = |reason| TrainError::Misfit { name: model.display().to_string(), reason };
+        let misfit = |reason| TrainError::Misfit { name: format!("'{}'", model.display()), reason };
         let start = recipe.model.open(recipe.data.text.as_deref())?;
         recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;
         recipe.check_ranks(shared.ranks / shared.tensor_parallel).map_err(misfit)?;

@@ -141,7 +141,7 @@ struct Tune<'a> {
 /// # Errors
 /// When settings, text, folder or memory do not allow it, or the loss stops being a number.
 pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
-    let misfit = |reason| TrainError::Misfit { name: settings.method.name().into(), reason };
+    let misfit = |reason| TrainError::Misfit { name: format!("--method {}", settings.method.name()), reason };
     let model = locate(&settings.model)?;
     let config = Config::read(&model)?;
     settings.check(&config).map_err(misfit)?;

@@ -83,7 +83,7 @@ impl Plan {
             "no matrix of '{}' is packed; name a GGUF file that is quantised (kvsieve quantize writes one), or take lora",
             self.model.display()
         );
-        Err(TrainError::Misfit { name: self.method.name().into(), reason })
+        Err(TrainError::Misfit { name: format!("--method {}", self.method.name()), reason })
     }
 
     /// Numbers that are trained.

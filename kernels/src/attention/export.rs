@@ -56,6 +56,9 @@ impl Reduction {
     pub const RECEIVED: Reduction = Reduction { queries: OverQueries::Sum, group: OverGroup::Mean };
 }
 
+/// Of a probability, for each unit of its row's log-sum-exp: both are rounded before they meet.
+const ROUNDING: f32 = 1.0 / (1 << 22) as f32;
+
 /// Keys of a tile.
 const BC: usize = 192;
 
@@ -205,7 +208,8 @@ fn key_tile<S: Simd, U: Packed<S>, const SUM: bool>(simd: S, tile: KeyTile<'_, '
                     }
                     OverQueries::CountBelowEven => {
                         logits.probabilities(simd, row, (seen.clone(), biases), lse[i]);
-                        let even = (1.0 - 1e-5) / visible.len() as f32;
+                        // Less by more than the rounding of its logit.
+                        let even = (1.0 - (1e-5 + ROUNDING * lse[i].abs())) / visible.len() as f32;
                         let pairs = totals[seen.clone()].iter_mut().zip(&row[seen]);
                         pairs.for_each(|(count, p)| *count += if *p < even { 1.0 } else { 0.0 });
                     }

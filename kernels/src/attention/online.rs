@@ -89,7 +89,7 @@ impl Logits {
             simd,
             row,
             #[inline(always)]
-            |x| math::exp2(simd, simd.mul_add(x, factor, shift)),
+            |x| math::exp2(simd, simd.add(simd.mul(x, factor), shift)),
         );
     }
 
@@ -106,7 +106,7 @@ impl Logits {
         self.mask(simd, row, seen, biases);
         let (factor, shift) = (simd.splat(self.factor), simd.splat(-lse * LOG2_E));
         for (x, sum) in row.chunks_exact(S::LANES).zip(sums.chunks_exact_mut(S::LANES)) {
-            let p = math::exp2(simd, simd.mul_add(simd.read(x), factor, shift));
+            let p = math::exp2(simd, simd.add(simd.mul(simd.read(x), factor), shift));
             simd.write(sum, simd.add(simd.read(sum), p));
         }
     }

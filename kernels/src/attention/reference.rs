@@ -24,6 +24,12 @@ pub struct Row {
     pub lse: f64,
 }
 
+impl AsRef<[f64]> for Row {
+    fn as_ref(&self) -> &[f64] {
+        &self.o
+    }
+}
+
 impl Params {
     /// The logit of an inner product in f64: scale, then soft-cap.
     pub fn logit(&self, inner: f64) -> f64 {
@@ -80,16 +86,61 @@ fn row(call: &Forward<'_>, [batch, q_head, i]: [usize; 3], o: &mut [f64], slot: 
     max + sum.ln()
 }
 
-/// Computes the given query rows `[batch, query head, query]` in f64, in parallel, with scratch memory of its own: an
-/// oracle is no part of what is measured.
+/// Computes the given query rows `[batch, query head, query]` in f64.
 pub fn rows(call: &Forward<'_>, at: &[[usize; 3]]) -> Vec<Row> {
-    let scratch = || vec![0.0f64; slot(&call.shape) / 2];
-    let one = |scratch: &mut Vec<f64>, &at: &[usize; 3]| {
+    each(call, at, |at, slot| {
         let mut o = vec![0.0; call.shape.head_dim];
-        let lse = row(call, at, &mut o, bytemuck::cast_slice_mut(scratch));
+        let lse = row(call, at, &mut o, slot);
         Row { o, lse }
-    };
+    })
+}
+
+/// Computes the gradient by the given query rows in f64, `[D]` each, from that by the output, `[B, Hq, Lq, D]`; of lists
+/// without biases.
+pub fn query_gradients(call: &Forward<'_>, grad_o: &TensorView<'_>, at: &[[usize; 3]]) -> Vec<Vec<f64>> {
+    each(call, at, |at, slot| query_gradient(call, grad_o, at, slot))
+}
+
+/// What `one` makes of each row, in parallel and with scratch memory of its own: an oracle is no part of what is measured.
+fn each<T: Send>(call: &Forward<'_>, at: &[[usize; 3]], one: impl Fn([usize; 3], &mut [f32]) -> T + Sync) -> Vec<T> {
+    let scratch = || vec![0.0f64; slot(&call.shape) / 2];
+    let one = |scratch: &mut Vec<f64>, &at: &[usize; 3]| one(at, bytemuck::cast_slice_mut(scratch));
     call.cpu.install(|| at.par_iter().map_init(scratch, one).collect())
+}
+
+/// `dq = scale * sum_j dS_j k_j` with `dS_j = P_j (dP_j - <do, o>)`, `dP_j = <do, v_j>`, times the slope of the soft-cap.
+fn query_gradient(
+    call: &Forward<'_>,
+    grad_o: &TensorView<'_>,
+    [batch, q_head, i]: [usize; 3],
+    slot: &mut [f32],
+) -> Vec<f64> {
+    let Forward { shape, params, kv, .. } = *call;
+    let (width, kv_head) = (shape.head_dim, q_head / shape.group());
+    let (mut o, mut gradient) = (vec![0.0; width], vec![0.0; width]);
+    let lse = row(call, [batch, q_head, i], &mut o, slot);
+    let mut grad = vec![0.0; width];
+    grad_o.read_rows(batch, q_head, i, &mut grad);
+    let delta: f64 = grad.iter().zip(&o).map(|(&grad, o)| f64::from(grad) * o).sum();
+    let visible = call.sight([batch, kv_head]).visible(i);
+    // What `row` left: the logits.
+    let (logits, block) = slot.split_at_mut(2 * shape.kv_len);
+    let logits = &bytemuck::cast_slice::<f32, f64>(logits)[..visible.len()];
+    let mut slopes = [0.0; BLOCK];
+    for (start, logits) in visible.step_by(BLOCK).zip(logits.chunks(BLOCK)) {
+        let slopes = &mut slopes[..logits.len()];
+        let values = kv.values(batch, kv_head, start, logits.len(), block).chunks_exact(width);
+        for (slope, (value, logit)) in slopes.iter_mut().zip(values.zip(logits)) {
+            let grad_p: f64 = grad.iter().zip(value).map(|(&grad, &v)| f64::from(grad) * f64::from(v)).sum();
+            let cap_slope = params.softcap.map_or(1.0, |cap| 1.0 - (logit / f64::from(cap)).powi(2));
+            *slope = f64::from(params.scale) * (logit - lse).exp() * (grad_p - delta) * cap_slope;
+        }
+        let keys = kv.keys(batch, kv_head, start, logits.len(), block).chunks_exact(width);
+        for (key, slope) in keys.zip(&*slopes) {
+            gradient.iter_mut().zip(key).for_each(|(sum, &k)| *sum += slope * f64::from(k));
+        }
+    }
+    gradient
 }
 
 /// Query rows to check: all of them for at most `most` queries, else `most` queries spread evenly from the first to
@@ -106,13 +157,14 @@ pub fn sample_rows(shape: &Shape, most: usize) -> Vec<[usize; 3]> {
     at
 }
 
-/// Relative L2 distance of rows of an output from the reference: `|o - reference| / |reference|` over all of them.
-pub fn relative_error(o: &TensorView<'_>, at: &[[usize; 3]], expected: &[Row]) -> f64 {
+/// Relative L2 distance of rows of an output, or of a gradient, from the reference: `|o - reference| / |reference|` over all of
+/// them.
+pub fn relative_error(o: &TensorView<'_>, at: &[[usize; 3]], expected: &[impl AsRef<[f64]>]) -> f64 {
     let mut row = vec![0.0; o.dims()[3]];
     let (mut difference, mut norm) = (0.0, 0.0);
     for (&[batch, head, i], expected) in at.iter().zip(expected) {
         o.read_rows(batch, head, i, &mut row);
-        for (&got, &wanted) in row.iter().zip(&expected.o) {
+        for (&got, &wanted) in row.iter().zip(expected.as_ref()) {
             difference += (f64::from(got) - wanted).powi(2);
             norm += wanted * wanted;
         }

@@ -310,6 +310,17 @@ impl KvRows for PagedCache {
         self.lens[self.list(batch, head)]
     }
 
+    fn before(&self, batch: usize, head: usize, behind: usize) -> usize {
+        let (list, len) = (self.list(batch, head), self.len(batch, head));
+        let Some(last) = len.checked_sub(1).map(|last| self.origin(list, last)) else { return 0 };
+        // Most often no token is missing, or none of the latest.
+        match len.checked_sub(behind + 1) {
+            _ if behind > last => 0,
+            Some(slot) if self.origin(list, slot) == last - behind => slot + 1,
+            _ => self.first_slot(list, last - behind + 1),
+        }
+    }
+
     fn format(&self) -> KvFormat {
         self.shape.format
     }

@@ -35,14 +35,7 @@ impl KvRows for Sequences<'_> {
     }
 
     fn before(&self, batch: usize, head: usize, behind: usize) -> usize {
-        let (list, len) = (self.list(batch, head), self.len(batch, head));
-        let Some(last) = len.checked_sub(1).map(|last| self.cache.origin(list, last)) else { return 0 };
-        // Most often no token is missing, or none of the latest.
-        match len.checked_sub(behind + 1) {
-            _ if behind > last => 0,
-            Some(slot) if self.cache.origin(list, slot) == last - behind => slot + 1,
-            _ => self.cache.first_slot(list, last - behind + 1),
-        }
+        self.cache.before(self.first + batch * self.step, head, behind)
     }
 
     fn format(&self) -> KvFormat {

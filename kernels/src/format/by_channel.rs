@@ -1,9 +1,9 @@
 //! Keys by channel: tokens in groups, and for each channel of a group an f16 scale and an f16 minimum of its own.
 //!
 //! Keys have channels that are large in every token. A scale along the channel gives each of them its own steps, where a scale along
-//! the token gives all its neighbours theirs. `scale = (max - min) / (2^bits - 1)`, `x = scale * code + min` for codes from 0 on, as
-//! KIVI has it for keys (arXiv 2402.02750; quant/new_pack.py of its code). An element is off by at most half a scale, besides what f16
-//! rounds of scale and minimum. A token's row is its codes alone; what its group shares lies apart, so that a token that moves in the
+//! the token gives all its neighbours theirs. `scale = (max - min) / (2^bits - 1)` with the minimum as f16 has it, and
+//! `x = scale * code + min` for codes from 0 on, as KIVI has it for keys (arXiv 2402.02750; quant/new_pack.py of its code). An element is
+//! off by at most half a scale, besides what f16 rounds of scale and minimum. A token's row is its codes alone; what its group shares lies apart, so that a token that moves in the
 //! cache keeps its codes and stays with its group ([`ChannelScales`]).
 
 use super::blocks::{self, Blocks, LEAST, MOST, UNSIGNED, code, codes, nearest_even, put_codes};

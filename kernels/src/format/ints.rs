@@ -1,9 +1,9 @@
 //! Two, three or four bits for each element, and an f16 scale, perhaps with a zero point, for each group of neighbours in a row.
 //!
 //! Symmetric, of four bits: `scale = max |x| / 7`, codes are whole numbers from -7 to 7, kept as 1 to 15; zero is exact. Three
-//! bits have -3 to 3, two have -1 to 1. With a zero point `scale = (max - min) / 15` (7, 3), and `x = scale * code + min` for
-//! codes from 0 on, as KIVI has it for values (arXiv 2402.02750): where the elements of a group lie to one side, no code is
-//! lost to the other. An element is off by at most half a scale, besides what f16 rounds of scale and minimum. A group of 32
+//! bits have -3 to 3, two have -1 to 1. With a zero point `scale = (max - min) / 15` (7, 3), with the minimum as f16 has it, and
+//! `x = scale * code + min` for codes from 0 on, as KIVI has it for values (arXiv 2402.02750): where the elements of a group lie to
+//! one side, no code is lost to the other. An element is off by at most half a scale, besides what f16 rounds of scale and minimum. A group of 32
 //! takes 18, 14 or 10 bytes (4.5, 3.5, 2.5 bits an element), or two more with a zero point. With `hadamard=true` the row is
 //! rotated before (see `hadamard.rs`), so that a large channel costs its group nothing. Elements that are not finite, or of
 //! more than f16 holds times the largest code, make their group so.

@@ -54,6 +54,9 @@ pub struct Event {
     pub delta_bytes: i64,
     /// Bytes in use afterwards, all labels together.
     pub live_bytes: u64,
+    /// One of the two halves of a change of label, with which no memory moves.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub relabelled: bool,
 }
 
 /// A picture of the ledger.
@@ -87,7 +90,8 @@ impl Ledger {
         self.peak_total = self.peak_total.max(self.live_total);
         let live_bytes = self.live_total;
         if let Some(timeline) = &mut self.timeline {
-            timeline.push(Event { at_ns: started.elapsed().as_nanos() as u64, label, delta_bytes, live_bytes });
+            let at_ns = started.elapsed().as_nanos() as u64;
+            timeline.push(Event { at_ns, label, delta_bytes, live_bytes, relabelled: false });
         }
     }
 }
@@ -168,6 +172,9 @@ impl Arena {
             let mut ledger = self.0.ledger();
             ledger.change(from, -(bytes as i64), self.0.started);
             ledger.change(to, bytes as i64, self.0.started);
+            if let Some([.., left, came]) = ledger.timeline.as_deref_mut() {
+                (left.relabelled, came.relabelled) = (true, true);
+            }
         }
     }
 

@@ -113,7 +113,8 @@ pub fn held(pid: u32) -> Option<Held> {
         huge_bytes: of("AnonHugePages:")?,
         lazily_free_bytes: of("LazyFree:")?,
         file_bytes: resident_bytes.saturating_sub(anonymous_bytes),
-        clean_bytes: of("Shared_Clean:")? + of("Private_Clean:")?,
+        // What is free lazily is clean as well, and of no file.
+        clean_bytes: (of("Shared_Clean:")? + of("Private_Clean:")?).saturating_sub(of("LazyFree:")?),
         swapped_bytes: of("Swap:")?,
     })
 }

@@ -5,7 +5,9 @@ use crate::memory::{Arena, ArenaError, Label};
 use memmap2::Mmap;
 use safetensors::tensor::TensorView as Stored;
 use safetensors::{Dtype, SafeTensors};
-use std::collections::HashMap;
+use serde::Deserializer;
+use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -125,6 +127,10 @@ impl TensorFile {
     pub fn open(path: &Path) -> Result<Self, FileError> {
         let file = TensorFile { path: path.into(), map: map(path)? };
         file.parse()?;
+        // The parser keeps the last of tensors with one name, which the format forbids.
+        let (header, _) = SafeTensors::read_metadata(&file.map).map_err(|error| file.bad_format(&error))?;
+        let header = serde_json::Deserializer::from_slice(&file.map[8..8 + header]).deserialize_map(NamedOnce);
+        header.map_err(|error| file.bad_format(&error))?;
         Ok(file)
     }
 
@@ -272,6 +278,27 @@ impl TensorFile {
     fn bad_shape(&self, name: &str, found: &[usize]) -> FileError {
         let expected = "[batch, heads, tokens, head dim], each at least 1,".to_string();
         FileError::Shape { path: self.path.clone(), name: name.into(), found: found.to_vec(), expected }
+    }
+}
+
+/// A header in which no name stands twice.
+struct NamedOnce;
+
+impl<'de> Visitor<'de> for NamedOnce {
+    type Value = ();
+
+    fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("tensors by name")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut tensors: A) -> Result<(), A::Error> {
+        let mut seen = BTreeSet::new();
+        while let Some((name, IgnoredAny)) = tensors.next_entry::<String, _>()? {
+            if let Some(name) = seen.replace(name) {
+                return Err(A::Error::custom(format!("tensor '{name}' is there twice")));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -172,7 +172,7 @@ fn plan(args: &Args) -> Result<(), Failure> {
     };
     let mut said = text::waterfall(&scenario, &waterfall);
     said.push_str(&text::times(times));
-    said.push_str(&own.map_or(String::new(), |bytes| text::own(bytes, threads)));
+    said.push_str(&own.map_or(String::new(), |bytes| text::own(bytes, &scenario, threads)));
     said.push_str(&text::levers(&scenario, &levers));
     said.push_str(&remedy.map_or(String::new(), text::remedy));
     if let Some(folder) = &args.output {

@@ -89,11 +89,13 @@ pub fn times(times: Option<Times>) -> String {
 }
 
 /// What kvsieve itself takes.
-pub fn own(peak: u64, threads: usize) -> String {
+pub fn own(peak: u64, scenario: &Scenario<'_>, threads: usize) -> String {
+    let asked = format!("--chunk {} --kv-format {}", scenario.run_chunk(), scenario.kv);
     let peak = format!("{} B ({})", grouped(u128::from(peak)), bytes(peak));
     wrapped(
         &format!(
-            "Run by kvsieve on this CPU with {threads} threads, its arena's peak is {peak}: exact, the sizes that it allocates."
+            "Run by kvsieve on this CPU with {threads} threads and `{asked}`, its arena's peak is {peak}: exact, the sizes that it \
+             allocates."
         ),
         "",
     )

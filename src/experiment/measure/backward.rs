@@ -6,13 +6,17 @@ use super::pass::{self, fields_of_passes};
 use super::trials::timed;
 use super::{Bench, Measurement, Prepared, Runs, Scope, Trial, TrialError, TrialWork, Trials, cuda};
 use crate::attention::cuda::CudaKernel;
-use crate::attention::{self, Gradients, Outputs, Shape};
+use crate::attention::{self, DenseKv, Forward, Gradients, Outputs, Shape, reference};
+use crate::device::Cpu;
 use crate::device::cuda::Limits;
 use crate::experiment::cell::{Cell, Device};
 use crate::experiment::spec::Grid;
 use crate::policy::Registry;
-use crate::tensor::Tensor;
+use crate::tensor::{DType, Tensor};
 use crate::workload::Workload;
+
+/// Queries of each head whose gradients are compared with the reference's.
+const CHECKED_GRADIENTS: usize = 8;
 
 /// `Lq = Lk = context_tokens`.
 pub(super) struct Backward;
@@ -99,6 +103,10 @@ impl Trials for Backward {
         let size = prepared.kernel().backward_workspace(&shape, &params, cell.dtype, threads).unwrap_or_default();
         let mut workspace = size.allocate(bench.arena)?;
         let mut gradients = Gradients::allocate(bench.arena, &shape, cell.dtype)?;
+        if bench.truth.is_some() {
+            let all = [&mut gradients.q, &mut gradients.k, &mut gradients.v];
+            all.into_iter().for_each(|tensor| tensor.bytes_mut().fill(0xff));
+        }
         let call = attention::Backward { forward, o: outputs.o.view(), lse: &outputs.lse, grad_o: forward.q };
         let (backward_ns, result) = timed(|| prepared.kernel().backward(&call, &mut gradients, &mut workspace));
         result?;
@@ -110,15 +118,36 @@ impl Trials for Backward {
             let drift = truth.drift(cell.head_dim, |[batch, head, token], row| o.read_rows(batch, head, token, row));
             accurate(&drift, cell.dtype)?;
             trial.drift = Some(drift);
-            identities(bench.workload, &outputs, &gradients)?;
+            check_gradients(cell, bench.workload, &outputs, &gradients, bench.cpu)?;
         }
         Ok(trial)
     }
 }
 
-/// Two identities that hold for every attention: the output is linear in v, so `<dv, v> = <do, o>`; scores depend on
-/// q and k only through `q.k`, so `<dq, q> = <dk, k>`.
-pub(super) fn identities(workload: &Workload, outputs: &Outputs, gradients: &Gradients) -> Result<(), TrialError> {
+/// Checks gradients of a loss whose gradient by `o` is `q`: that by `q` against the f64 reference, in a few rows of each head,
+/// and those by `k` and `v` by two identities that hold for every attention. The output is linear in v, so
+/// `<dv, v> = <do, o>`; scores depend on q and k only through `q.k`, so `<dq, q> = <dk, k>`. The second holds for wrong
+/// gradients of scores too, which is why dq has a reference.
+pub(super) fn check_gradients(
+    cell: &Cell,
+    workload: &Workload,
+    outputs: &Outputs,
+    gradients: &Gradients,
+    cpu: &Cpu,
+) -> Result<(), TrialError> {
+    let tokens = cell.context_tokens;
+    let kv = DenseKv::new(workload.k.view().tokens(0..tokens), workload.v.view().tokens(0..tokens))?;
+    let call = Forward { shape: cell.shape(), params: cell.params(), q: workload.q.view(), kv: &kv, cpu };
+    let at = reference::sample_rows(&call.shape, CHECKED_GRADIENTS);
+    let expected = reference::query_gradients(&call, &call.q, &at);
+    let (error, limit) = (reference::relative_error(&gradients.q.view(), &at, &expected), limit(cell.dtype));
+    let far = |limit: f64| {
+        format!("dq is {error:.2e} from the f64 reference; with {} it must be within {limit:.0e}", cell.dtype)
+    };
+    // A NaN is not within it.
+    if error.is_nan() || error > limit {
+        return Err(TrialError::Failed(far(limit)));
+    }
     let pairs = [
         ("<dv, v> = <do, o>", inner(&gradients.v, &workload.v), inner(&workload.q, &outputs.o)),
         ("<dq, q> = <dk, k>", inner(&gradients.q, &workload.q), inner(&gradients.k, &workload.k)),
@@ -126,12 +155,20 @@ pub(super) fn identities(workload: &Workload, outputs: &Outputs, gradients: &Gra
     for (identity, (left, left_size), (right, right_size)) in pairs {
         // Rounding of single elements averages out; 1% of the absolute sum is far above it and far below a mistake.
         let agree = (left - right).abs() <= 0.01 * (left_size + right_size);
-        // A NaN agrees with nothing.
         if !agree {
             return Err(TrialError::Failed(format!("gradients break {identity}: {left:e} and {right:e}")));
         }
     }
     Ok(())
+}
+
+/// How far dq may be from the reference, relative: a missing mask, scale or slope is off by about 1.
+fn limit(dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => 1e-3,
+        DType::F16 => 2e-2,
+        DType::Bf16 => 1e-1,
+    }
 }
 
 /// Inner product of two tensors of one shape, and the sum of its absolute terms.

@@ -2,7 +2,7 @@
 //! and values only plain elements are drawn; `formats_and_tokens` has the others.
 
 use super::Data;
-use crate::experiment::answers::{Answers, Estimate};
+use crate::experiment::answers::Estimate;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
@@ -13,21 +13,29 @@ use std::collections::BTreeMap;
 /// Score against the fraction of tokens kept.
 pub fn score_by_budget(data: &Data) -> Option<Chart> {
     let words = ["accuracy-vs-budget", "Accuracy against budget"];
-    chart(data, pools, words, kept(), |answers| answers.kept_fraction, score_axis(), Pool::score)
+    chart(data, pools, words, kept(), kept_fraction, score_axis(), Pool::score)
 }
 
 /// Score against the bytes that stay.
 pub fn score_by_bytes(data: &Data) -> Option<Chart> {
     let bytes = Axis { label: "live KV bytes".into(), field: "kv_bytes_live", quantity: Quantity::Bytes };
     let words = ["accuracy-vs-kv-bytes", "Accuracy against live KV bytes"];
-    chart(data, pools, words, bytes, |answers| answers.kv_bytes_live as f64, score_axis(), Pool::score)
+    chart(
+        data,
+        pools,
+        words,
+        bytes,
+        |pool| pool.mean(|answers| answers.kv_bytes_live as f64),
+        score_axis(),
+        Pool::score,
+    )
 }
 
 /// Divergence from the full cache against the fraction of tokens kept; it says something of tasks too that the model cannot do.
 pub fn divergence_by_budget(data: &Data) -> Option<Chart> {
     let axis = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let words = ["kl-vs-budget", "Divergence of the next token against budget"];
-    chart(data, all_pools, words, kept(), |answers| answers.kept_fraction, axis, Pool::kl_nats)
+    chart(data, all_pools, words, kept(), kept_fraction, axis, Pool::kl_nats)
 }
 
 /// The same of a text that is asked for beside tasks, which the figure above is of then.
@@ -35,7 +43,7 @@ pub fn text_divergence_by_budget(data: &Data) -> Option<Chart> {
     let has_tasks = data.of(Measure::EVAL).iter().any(|record| answers(record).is_some() && !is_text(record));
     let axis = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let words = ["text-kl-vs-budget", "Divergence of a text's next token against budget"];
-    let of_text = || chart(data, of_texts, words, kept(), |answers| answers.kept_fraction, axis, Pool::kl_nats);
+    let of_text = || chart(data, of_texts, words, kept(), kept_fraction, axis, Pool::kl_nats);
     has_tasks.then(of_text).flatten()
 }
 
@@ -44,7 +52,18 @@ fn of_texts<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
 }
 
 fn kept() -> Axis {
-    Axis { label: "tokens kept (fraction of context)".into(), field: "kept_fraction", quantity: Quantity::Fraction }
+    Axis {
+        label: "tokens kept, or read of those kept (fraction of context)".into(),
+        field: "kept_fraction",
+        quantity: Quantity::Fraction,
+    }
+}
+
+/// What a policy keeps, or of one that keeps everything what its steps may read.
+fn kept_fraction(pool: &Pool<'_>) -> f64 {
+    let kept = pool.mean(|answers| answers.kept_fraction);
+    let read = pool.budget.parse().ok().filter(|budget| (0.0..1.0).contains(budget));
+    if kept < 1.0 { kept } else { read.unwrap_or(kept) }
 }
 
 fn score_axis() -> Axis {
@@ -56,7 +75,7 @@ fn chart<'d>(
     pools: fn(&[&'d Record]) -> (Vec<Pool<'d>>, String),
     [id, title]: [&str; 2],
     x: Axis,
-    place: impl Fn(&Answers) -> f64 + Copy,
+    place: fn(&Pool<'d>) -> f64,
     y: Axis,
     value: fn(&Pool<'d>) -> Option<Estimate>,
 ) -> Option<Chart> {
@@ -66,7 +85,7 @@ fn chart<'d>(
         // A logarithm has no place for a full cache's divergence from itself.
         let Some(found) = value(pool).filter(|found| y.shows(found.mean)) else { continue };
         series.entry((pool.policy.into(), pool.name.clone())).or_default().push(Point {
-            x: pool.mean(place),
+            x: place(pool),
             y: Some(found.mean),
             interval: Some(Interval { low: found.ci95_low, high: found.ci95_high, kind: "ci95" }),
             model: None,

@@ -5,7 +5,7 @@ use super::attend::attended;
 use super::gates::{DeviceGates, Place};
 use crate::attention::cuda::export::{Observed, begin_columns};
 use crate::attention::export::Reduction;
-use crate::cache::cuda::DeviceCache;
+use crate::cache::cuda::{self as device_cache, DeviceCache};
 use crate::device::Cpu;
 use crate::device::cuda::{CudaError, DeviceBuffer, Growing, Landing, Runtime};
 use crate::eviction::cuda::{CudaBackend, CudaView, Deferred, DeviceWindow};
@@ -15,6 +15,7 @@ use crate::model::decoder::params;
 use crate::model::{Config, Eviction, ModelError};
 use crate::policy::cuda::Queries;
 use crate::policy::{Policy, PolicyError};
+use crate::tensor::DType;
 
 /// A policy with what it has seen of the sequence.
 pub(super) struct DeviceEvictor<'a> {
@@ -55,6 +56,11 @@ impl<'a> DeviceEvictor<'a> {
             }
             _ => None,
         };
+        // Not when the first token is waited for.
+        let of_window = window.is_some().then(|| device_cache::program(DType::F32.into(), 1));
+        for program in policy.programs(cache.rows(), config.head_dim).into_iter().chain(of_window) {
+            runtime.module(&program)?;
+        }
         let received = Growing::new(runtime.device(), arena, Label::Policy)?;
         let gates = DeviceGates::new(policy, config, rows, runtime.device(), arena)?;
         let session = Session::new(Plan { policy, budget_tokens, seed });

@@ -152,9 +152,10 @@ impl Gguf {
             };
             map.extend(scalar.map(|scalar| ("query_pre_attn_scalar".into(), scalar.into())));
         }
-        if let Some(window) =
-            own("attention.sliding_window").filter(|_| matches!(family, Family::Phi3 | Family::Gemma2))
-        {
+        // Phi-4's says 0, for none.
+        let has_windows =
+            |window: &&Value| family == Family::Gemma2 || family == Family::Phi3 && window.as_u64() != Some(0);
+        if let Some(window) = own("attention.sliding_window").filter(has_windows) {
             map.insert("sliding_window".into(), window.clone());
         }
         if family == Family::Phi3 {

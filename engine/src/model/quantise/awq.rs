@@ -90,6 +90,10 @@ pub fn cut(grid: Grid, weights: &mut [f32], moments: &[f32], width: usize, cpu: 
         let mut off = vec![0.0; grid.group];
         for (index, group) in row.chunks_exact_mut(grid.group).enumerate() {
             let largest = group.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+            // No cut hides that f16 has no scale for it.
+            if !grid.step(group).scale.is_finite() {
+                continue;
+            }
             let mut best = (f32::INFINITY, largest);
             for part in 0..CUTS / 2 {
                 let end = largest * (1.0 - part as f32 / CUTS as f32);

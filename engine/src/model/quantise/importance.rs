@@ -63,9 +63,12 @@ impl Importance<'_> {
     }
 }
 
-/// A channel that the text leaves silent counts a little: another text may not.
+/// A channel that the text leaves silent counts a little: another text may not. Where all are silent they count alike.
 fn heard(squares: &mut [f32]) {
     let mean = squares.iter().map(|square| f64::from(*square)).sum::<f64>() / squares.len().max(1) as f64;
+    if mean == 0.0 {
+        return squares.fill(1.0);
+    }
     squares.iter_mut().for_each(|square| *square = square.max((SILENT * mean) as f32));
 }
 
@@ -78,5 +81,8 @@ mod tests {
         let mut squares = [12.5, 1.0, 0.0];
         heard(&mut squares);
         assert_eq!(squares, [12.5, 1.0, 4.5e-6]);
+        let mut silent = [0.0; 3];
+        heard(&mut silent);
+        assert_eq!(silent, [1.0; 3]);
     }
 }

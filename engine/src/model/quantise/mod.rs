@@ -45,7 +45,8 @@ pub struct Quantised {
     pub format: String,
     /// Bytes it takes now.
     pub bytes: usize,
-    /// Relative L2 distance of what is kept from what the source held.
+    /// Relative L2 distance of what is kept from what the source held; where factors were folded in (`awq`, smoothing), from that
+    /// times its factors.
     pub rel_l2: f64,
     /// The same of what the matrix makes of the text that codes were chosen by.
     pub output_rel_l2: Option<f64>,

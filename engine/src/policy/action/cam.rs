@@ -27,6 +27,9 @@ pub const ENTRY: PartEntry = PartEntry {
     build: |named, _| Ok(Part::Action(Some(Box::new(Cam { window: named.count("window", 32, 1)? })))),
 };
 
+/// Of its draws; those of scores are numbered by lists.
+const STREAMS: u64 = 1 << 63;
+
 struct Cam {
     window: usize,
 }
@@ -67,7 +70,8 @@ impl Action for Cam {
         // The sum of gap `g`, which ends at `kept[g]`, is row `g % most`.
         let (gaps, row) = scratch.split_at_mut(most * width);
         let mut rng = ChaCha8Rng::seed_from_u64(fold.seed);
-        rng.set_stream(fold.number as u64);
+        // A stream of its own: `random` scores by the list's, and what it evicts drew low there.
+        rng.set_stream(STREAMS | fold.number as u64);
         let mut draw = |position: usize| match fold.draws {
             Some(draws) => draws[position],
             None => {

@@ -35,7 +35,7 @@ pub const ENTRY: PartEntry = PartEntry {
             about: "recent or context: the latest queries, or evenly spaced ones",
         },
         Parameter { name: "fit", default: "both", about: "both, bias or values" },
-        Parameter { name: "bound", default: "3", about: "largest bias, either way" },
+        Parameter { name: "bound", default: "3", about: "largest bias that one refit adds, either way" },
         Parameter { name: "ridge", default: "0.01", about: "how strongly tokens are held to what they were" },
     ],
     build: |named, _| {

@@ -60,8 +60,10 @@ impl Scorer for H2o {
         scores.copy_from_slice(context.accumulated.ok_or(missing)?);
         if self.age {
             each_list(context, scores, &mut [], |list: &List<'_>, scores, _| {
+                // Behind a sliding window nothing looks at it any more.
+                let most = context.call.params.window.unwrap_or(usize::MAX);
                 for (slot, score) in scores.iter_mut().enumerate() {
-                    *score /= (context.seen_tokens - list.position(slot)) as f32;
+                    *score /= (context.seen_tokens - list.position(slot)).min(most) as f32;
                 }
             });
         }

@@ -184,7 +184,7 @@ pub(super) fn refuse_window(params: &Params) -> Result<(), RankError> {
     match params.window {
         None => Ok(()),
         Some(window) => Err(RankError::Unsupported(format!(
-            "a window of {window} is not available over ranks; leave the window out, or use one rank"
+            "a window of {window} is not available over ranks; leave the window out, or --ranks"
         ))),
     }
 }

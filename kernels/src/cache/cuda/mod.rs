@@ -180,7 +180,11 @@ impl DeviceCache {
         counts: &[usize],
         counts_there: &DeviceBuffer,
     ) -> Result<u64, CudaError> {
-        runtime.device().timed(|| self.begin_keep(runtime, slots, width, counts, counts_there))
+        let keeping = self.keeping(slots, width, counts, counts_there)?;
+        // Not the host's work on lists and pages, which the GPU would be timed waiting for.
+        let ns = runtime.device().timed(|| self.launch_keep(runtime, &keeping))?;
+        self.shorten(runtime, counts)?;
+        Ok(ns)
     }
 
     /// Begins to do so; the lists have their new lengths when it returns.
@@ -195,13 +199,33 @@ impl DeviceCache {
         counts: &[usize],
         counts_there: &DeviceBuffer,
     ) -> Result<(), CudaError> {
+        let keeping = self.keeping(slots, width, counts, counts_there)?;
+        self.launch_keep(runtime, &keeping)?;
+        self.shorten(runtime, counts)
+    }
+
+    fn keeping<'k>(
+        &self,
+        slots: &'k DeviceBuffer,
+        width: usize,
+        counts: &[usize],
+        counts_there: &'k DeviceBuffer,
+    ) -> Result<Keeping<'k>, CudaError> {
         let lists = self.shape.lists();
         if counts.len() != lists || counts.iter().zip(&self.lens).any(|(count, len)| count > len) {
             return Err(CudaError::Operand(format!("{counts:?} tokens to keep of {:?}", self.lens)));
         }
-        let keeping = Keeping::new(slots, counts_there, lists, width)?;
+        Keeping::new(slots, counts_there, lists, width)
+    }
+
+    fn launch_keep(&self, runtime: &Runtime, keeping: &Keeping<'_>) -> Result<(), CudaError> {
+        let lists = self.shape.lists();
         let parts = if self.origins.is_some() { 5 } else { 3 + usize::from(self.carried.is_some()) };
-        self.begin(runtime, 0..lists, ("keep_slots", 256), [lists, parts, 1], &keeping)?;
+        self.begin(runtime, 0..lists, ("keep_slots", 256), [lists, parts, 1], keeping)
+    }
+
+    /// Gives lists their new lengths, and pages that are empty by them back.
+    fn shorten(&mut self, runtime: &Runtime, counts: &[usize]) -> Result<(), CudaError> {
         for (table, (&count, &len)) in self.table.chunks(self.table_width()).zip(counts.iter().zip(&self.lens)) {
             let emptied = &table[self.shape.pages(count)..self.shape.pages(len)];
             emptied.iter().for_each(|&page| self.pool.give(page));

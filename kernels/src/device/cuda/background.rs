@@ -19,8 +19,9 @@ impl DeviceBuffer {
         }
         device.bind()?;
         let stream = device.stream().cu_stream();
-        // SAFETY: the range lies in the buffer, and freeing it waits for the copy. Plain memory of the host is read before
-        // the call returns (CUDA Driver API, "API synchronization behavior").
+        // SAFETY: the range lies in the buffer, and freeing it waits for the copy. Plain memory of the host is staged
+        // before the call returns: the driver "may synchronize with the stream and stage the copy" (CUDA Driver API, "API
+        // synchronization behavior"), and every driver so far does, though the page does not promise it.
         unsafe { result::memcpy_htod_async(self.address() + start_bytes, source, stream) }
             .map_err(doing("beginning a copy to the GPU"))
     }

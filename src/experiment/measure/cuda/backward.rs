@@ -3,9 +3,10 @@
 use super::{Bench, CudaTrial, Planned, Trial, TrialError, Written};
 use crate::attention::cuda::{BackwardInputs, BackwardPlan, BackwardResults, CudaKernel, Inputs, Plan};
 use crate::attention::{Gradients, Outputs};
+use crate::device::Cpu;
 use crate::device::cuda::{DeviceBuffer, Limits, Program, Runtime};
 use crate::experiment::cell::Cell;
-use crate::experiment::measure::backward::identities;
+use crate::experiment::measure::backward::check_gradients;
 use crate::memory::{Arena, Label};
 
 struct Backward {
@@ -79,7 +80,8 @@ impl CudaTrial for Backward {
             q.read(gradients.q.bytes_mut())?;
             k.read(gradients.k.bytes_mut())?;
             v.read(gradients.v.bytes_mut())?;
-            identities(workload, &outputs, &gradients)?;
+            let cpu = Cpu::new(None).map_err(|error| TrialError::Failed(error.to_string()))?;
+            check_gradients(&self.cell, workload, &outputs, &gradients, &cpu)?;
         }
         Ok(trial)
     }

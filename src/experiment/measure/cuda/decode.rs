@@ -58,7 +58,7 @@ impl Decode {
 
     /// What the f64 reference says of the cache as its format has it.
     fn held(&self, workload: &Workload) -> Result<Truth, TrialError> {
-        let cpu = Cpu::new(Some(1)).map_err(|error| TrialError::Failed(error.to_string()))?;
+        let cpu = Cpu::new(None).map_err(|error| TrialError::Failed(error.to_string()))?;
         let (cell, arena) = (&self.cell, host_arena());
         // Not the GPU's memory.
         let mut cache = PagedCache::new(&arena, cache_shape(cell)).map_err(InputError::Host)?;

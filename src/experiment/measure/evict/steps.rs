@@ -85,7 +85,7 @@ impl Running<'_> {
     pub(super) fn observe_context(&self) -> Result<Option<ObservationWindow>, TrialError> {
         let Some(queries) = lengths(self.prepared).recent() else { return Ok(None) };
         let (cell, shape) = (&self.prepared.cell, window_shape(&self.prepared.cell));
-        let mut window = ObservationWindow::new(self.bench.arena, shape, Span::Latest(queries), 0)?;
+        let mut window = ObservationWindow::new(self.bench.arena, shape, Span::Latest(queries), queries)?;
         let q = self.bench.workload.q.view().tokens(cell.context_tokens - queries..cell.context_tokens);
         for sequence in 0..shape.layers {
             window.push(sequence, q.sequences(sequence..sequence + 1), &[])?;

@@ -85,13 +85,15 @@ impl<S: Simd> Row<S> {
             true => simd.add(self.shift, simd.select_less(columns, self.far, simd.read(&biases[0][first..]), zero)),
             false => self.shift,
         };
+        // Not one multiply-add: the forward pass rounded these products, and where they are rounded otherwise the row's gradients
+        // no longer add up to zero, which an offset that all keys share makes large.
         let [mut p, mut ds] = if CAPPED {
             let bounded = tanh(simd, simd.mul(score, factors.inner));
-            let p = exp2(simd, simd.mul_add(bounded, factors.outer, shift));
+            let p = exp2(simd, simd.add(simd.mul(bounded, factors.outer), shift));
             let cap_slope = simd.sub(simd.splat(1.0), simd.mul(bounded, bounded));
             [p, simd.mul(simd.mul(p, slope), cap_slope)]
         } else {
-            let p = exp2(simd, simd.mul_add(score, factors.inner, shift));
+            let p = exp2(simd, simd.add(simd.mul(score, factors.inner), shift));
             [p, simd.mul(p, slope)]
         };
         if MASKED {

@@ -31,7 +31,7 @@ struct Running<'a> {
 
 pub(super) fn trial(evict: &Evict, bench: Bench<'_>) -> Result<Trial, TrialError> {
     let cell = &evict.cell;
-    let cpu = Cpu::new(Some(1)).map_err(|error| TrialError::Failed(error.to_string()))?;
+    let cpu = Cpu::new(None).map_err(|error| TrialError::Failed(error.to_string()))?;
     let mut cache = DeviceCache::new(bench.runtime.device(), bench.arena, evict.cache_shape(), cell.dtype)?;
     if evict.rotates() {
         let stated = bench.inputs.host.as_ref().and_then(|workload| workload.rope);
