@@ -2,7 +2,7 @@
 
 use crate::common;
 use crate::common::{Problem, WITH_BACKWARD, backward, grad_o, inputs, root_mean_square_error, shape, widen};
-use kvsieve::attention::{Backward, DenseKv, Gradients, Inputs, Params, kernel};
+use kvsieve::attention::{Backward, DenseKv, Gradients, Inputs, Params, kernel, reference};
 use kvsieve::memory::Arena;
 use kvsieve::tensor::{DType, Tensor};
 use proptest::prelude::*;
@@ -35,6 +35,12 @@ fn check_by_differences(problem: &Problem, seed: u64) -> f64 {
     let (inputs, grad_o) = (inputs(problem, seed), grad_o(problem, seed));
     let [q, k, v, g] = [&inputs.q, &inputs.k, &inputs.v, &grad_o].map(|tensor| widen(&tensor.to_f32()));
     let expected = common::exact::gradients(&problem.shape, &problem.params, [&q, &k, &v], &g);
+    // The oracle of experiments, which has gradients by q alone.
+    let kv = DenseKv::new(inputs.k.view(), inputs.v.view()).unwrap();
+    let at = reference::sample_rows(&problem.shape, problem.shape.q_len);
+    let by_rows = reference::query_gradients(&common::call(problem, &inputs, &kv, 2), &grad_o.view(), &at);
+    let pairs = by_rows.concat().into_iter().zip(&expected[0]).collect::<Vec<_>>();
+    assert!(pairs.iter().all(|(got, wanted)| (got - *wanted).abs() < 1e-5), "{problem:?}: {pairs:?}");
     check(problem, &inputs, &grad_o, &expected)
 }
 
@@ -150,4 +156,20 @@ fn a_kernel_without_a_backward_pass_says_who_has_one() {
         let error = kernel.backward(&call, &mut gradients, &mut workspace).unwrap_err().to_string();
         assert_eq!(error, format!("kernel '{name}' has no backward pass; use naive or tiled"));
     }
+}
+
+/// Gradients of logits add up to nothing over a row, so that what all keys share leaves none: not where probabilities are computed
+/// otherwise than in the forward pass.
+#[test]
+fn an_offset_of_all_keys_costs_no_digits() {
+    let problem = Problem { shape: shape([1, 2, 1, 128, 128, 64]), params: Params::new(64, true), dtype: DType::F32 };
+    let (mut inputs, grad_o) = (inputs(&problem, 5), grad_o(&problem, 5));
+    let offset: Vec<f32> = inputs.k.to_f32().chunks(64).flat_map(|key| key.iter().map(|x| x + 60.0)).collect();
+    inputs.k = common::tensor(DType::F32, problem.shape.kv_dims(), &offset);
+    let kv = DenseKv::new(inputs.k.view(), inputs.v.view()).unwrap();
+    let at = reference::sample_rows(&problem.shape, 128);
+    let expected = reference::query_gradients(&common::call(&problem, &inputs, &kv, 2), &grad_o.view(), &at).concat();
+    let [naive, tiled] = ["naive", "tiled"]
+        .map(|name| common::relative_l2(&backward(name, &problem, &inputs, &grad_o, 2)[0], &expected));
+    assert!(naive < 2e-4 && tiled < 3.0 * naive, "naive is off by {naive:e}, tiled by {tiled:e}");
 }

@@ -195,6 +195,14 @@ fn even_attention_is_not_below_even() {
     let lse = forward_over("tiled", &problem, inputs.q.view(), &lists, cpu(1)).1;
     let reduction = Reduction { queries: OverQueries::CountBelowEven, group: OverGroup::Mean };
     assert_eq!(reduced_by_tiles(&problem, inputs.q.view(), &lists, &lse, 0..40, reduction, 1), [0.0; 40]);
+    // All keys alike, far from zero: logits have few digits left, and all lose the same.
+    for size in [1.0f32, 30.0, 300.0, 3000.0] {
+        let key: Vec<f32> = v[..8].iter().map(|x| size * x).collect();
+        let lists = Ragged::prefixes(1, 8, 40, &key.repeat(40), &v, &[40]);
+        let lse = forward_over("tiled", &problem, inputs.q.view(), &lists, cpu(1)).1;
+        let counts = reduced_by_tiles(&problem, inputs.q.view(), &lists, &lse, 0..40, reduction, 1);
+        assert_eq!(counts, [0.0; 40], "keys of {size}");
+    }
 }
 
 #[test]

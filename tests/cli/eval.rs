@@ -249,6 +249,25 @@ fn a_dry_run_tells_the_time_of_every_cell_and_writes_nothing() {
     assert!(!folder.path().join("results").exists());
 }
 
+/// Spaces around names are none of theirs.
+#[test]
+fn names_of_a_list_may_have_spaces_around_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let table = |tasks, policies| {
+        let arguments = ["eval", "--model", "builtin", "--context", "128", "--samples", "2", "--dry-run"];
+        let output = run(
+            folder.path(),
+            &[&arguments[..], &["--task", tasks, "--policy", policies, "--budget", "0.5, 0.25"]].concat(),
+        );
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let lines =
+            text(&output.stdout).lines().map(|line| line.split("  ").next().unwrap().to_string()).collect::<Vec<_>>();
+        lines[..lines.len() - 1].to_vec()
+    };
+    let spaced = table("recall, niah-single-1", " full, snapkv:window=16, kernel=5 ,random");
+    assert_eq!(spaced, table("recall,niah-single-1", "full,snapkv:window=16,kernel=5,random"));
+}
+
 #[test]
 fn mistakes_are_one_line() {
     let folder = tempfile::tempdir().unwrap();

@@ -347,6 +347,47 @@ fn the_loss_is_told_of_the_queries_that_the_file_has() {
     assert!(report["attention_mass_kept"].is_null(), "quest evicts nothing");
 }
 
+/// Queries before the first key see nothing and have no say; values of zeros have no error that is relative to them.
+#[test]
+fn a_loss_is_a_number_or_is_not_told() {
+    let with = |kv_len: usize, value: f32| {
+        let dims = [("q", [1, 4, 20, 16]), ("k", [1, 2, kv_len, 16]), ("v", [1, 2, kv_len, 16])];
+        let specs = dims.into_iter().zip(1..).map(|((name, dims), seed)| {
+            let size = if name == "v" { value } else { 1.0 };
+            let values = normal(&mut rng(seed), dims.iter().product(), 1.0).into_iter().map(|x| size * x).collect();
+            Spec { name, dtype: DType::F32, dims, values }
+        });
+        Desk::with(&specs.collect::<Vec<_>>()).measure(&["--policy", "knorm", "--budget", "0.5"])
+    };
+    let few = with(5, 1.0);
+    assert_eq!(few["asked_queries"], 5);
+    assert!(few["attention_mass_kept"].as_f64().is_some_and(|kept| (0.0..1.0).contains(&kept)), "{few}");
+    let zeros = with(40, 0.0);
+    assert!(zeros["attention_mass_kept"].is_f64() && zeros["output_error"].is_null(), "{zeros}");
+}
+
+/// Policies look at all queries of a context, at its latest, or at none.
+#[test]
+fn queries_that_are_missing_are_told() {
+    let desk = Desk::with(&problem(DType::F32));
+    let all = "looks at all 70 queries, and the input holds 33";
+    for (policy, told) in [
+        ("expected-attention", all),
+        ("h2o", all),
+        ("max-attention:last=all", all),
+        ("snapkv:window=64", "looks at the latest 64 queries, and the input holds 33"),
+        ("snapkv:window=16", ""),
+        ("tova", ""),
+        ("knorm", ""),
+        ("quest", ""),
+    ] {
+        let output = desk.evict(&["--policy", policy, "--budget", "0.5"]).assert().success().get_output().clone();
+        let said = String::from_utf8(output.stderr).unwrap();
+        let warns = said.contains("and the input holds");
+        assert!(said.contains(told) && warns != told.is_empty(), "{policy}: {said}");
+    }
+}
+
 /// In a format a budget of bytes holds more tokens, and what the format loses is part of the error.
 #[test]
 fn a_format_counts_its_bytes_and_its_error() {

@@ -215,6 +215,18 @@ fn a_budget_that_holds_everything_is_skipped() {
     assert!(records[..4].iter().all(|record| record.reason.as_deref() == Some(reason)));
 }
 
+/// Between new tokens queries see what is left of a list by positions: some of them look further back than it is long.
+#[test]
+fn more_queries_may_be_looked_at_than_tokens_stay() {
+    let policies = "[\"rms-attention:window=16+every:steps=4\", \"max-attention:last=16+every:steps=4\", \
+                    \"snapkv:window=16,local=2,span=all+every:steps=4\"]";
+    for record in run(&evict(&format!("policy = {policies}\nbudget = 12\ncontext_tokens = 96"))) {
+        assert_eq!(record.status, Status::Ok, "{record:?}");
+        let eviction = record.eviction.unwrap();
+        assert!(eviction.attention_mass_kept.is_some_and(|kept| kept > 0.0), "{eviction:?}");
+    }
+}
+
 /// What evicts while decoding has something to evict where the budget holds the context and not the new tokens.
 #[test]
 fn a_budget_above_the_context_is_for_policies_that_go_on_evicting() {

@@ -1,6 +1,9 @@
 //! `kvsieve plan` as a user sees it.
 
+use super::common::{normal, rng, tensor};
 use assert_cmd::Command;
+use kvsieve::tensor::DType;
+use kvsieve::tensor::file::{self, Output};
 use serde_json::Value;
 use std::fs;
 use tempfile::TempDir;
@@ -350,4 +353,25 @@ fn a_timeline_goes_through_every_allocator() {
     let reserved: Vec<u64> =
         outcomes.as_array().unwrap().iter().map(|one| one["reserved_peak_bytes"].as_u64().unwrap()).collect();
     assert_eq!(reserved, [20 << 20, 20 << 20, 4 << 20, 3 << 20, 3 << 20]);
+}
+
+/// Pages that are filled change their label, and no memory moves.
+#[test]
+fn the_timeline_of_a_cache_goes_through_every_allocator() {
+    let folder = TempDir::new().unwrap();
+    let [input, output, trace] =
+        ["in.safetensors", "out.safetensors", "timeline.json"].map(|name| folder.path().join(name));
+    let of = |dims: [usize; 4]| tensor(DType::F32, dims, &normal(&mut rng(1), dims.iter().product(), 1.0));
+    let (q, kv) = (of([1, 4, 8, 64]), of([1, 2, 300, 64]));
+    let all = [Output::tensor("q", &q), Output::tensor("k", &kv), Output::tensor("v", &kv)];
+    file::write(&input, &all).unwrap();
+    let mut attend = Command::cargo_bin("kvsieve").unwrap();
+    attend.args(["attend", "--kv-format", "q8_0", "--input"]).arg(&input).arg("--output").arg(&output);
+    attend.arg("--timeline").arg(&trace).assert().success();
+    let events: Vec<Value> = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
+    assert!(events.iter().any(|event| event["relabelled"] == true), "nothing was relabelled");
+    let most = events.iter().map(|event| event["live_bytes"].as_u64().unwrap()).max();
+    let outcomes = json(&format!("allocator {}", trace.display()));
+    let peaks = outcomes.as_array().unwrap().iter().map(|one| one["allocated_peak_bytes"].as_u64());
+    peaks.for_each(|peak| assert_eq!(peak, most));
 }

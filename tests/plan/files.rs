@@ -43,9 +43,7 @@ fn with(changes: &Value) -> Value {
 #[test]
 fn a_config_is_the_preset_that_was_made_from_it() {
     let gemma = json!({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {
-        "hidden_size": 2560, "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "intermediate_size": 10240, "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window": 1024,
-        "sliding_window_pattern": 6}});
+        "hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240, "sliding_window": 1024}});
     let deepseek = json!({
         "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
         "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129_280, "max_position_embeddings": 163_840,
@@ -184,7 +182,19 @@ fn a_gguf_file_is_counted_by_its_header() {
     let held = subject.held.unwrap();
     assert_eq!((held.outside, held.layers), (1000 * 512 / 256 * 144, 1024 * 512 / 256 * 144));
     assert_eq!((subject.vocab, subject.architecture.tied, subject.architecture.head_dim), (1000, true, 64));
+    // Mixtral, which has no architecture of its own; and Phi-4, whose window of 0 is none.
+    fs::write(&path, gguf("llama", 12, &[("expert_count", 8), ("expert_used_count", 2)])).unwrap();
+    let mixtral = Subject::find(&path).unwrap();
+    let experts = mixtral.architecture.experts.unwrap();
+    assert_eq!((experts.count, experts.active, experts.ffn), (8, 2, 1024));
+    assert!(mixtral.parameters > subject.parameters + 7 * 3 * 512 * 1024, "{}", mixtral.parameters);
+    fs::write(&path, gguf("phi3", 12, &[("attention.sliding_window", 0)])).unwrap();
+    assert_eq!(Subject::find(&path).unwrap().architecture.window, None);
     let cases = [
+        (
+            gguf("qwen2", 12, &[("expert_count", 4)]),
+            "qwen2.expert_count is 4; experts of this architecture are not understood",
+        ),
         (gguf("llama", 999, &[]), "tensor 'token_embd.weight' is of type 999 of ggml, which is not known"),
         (gguf("mamba", 12, &[]), "general.architecture is 'mamba'; understood are llama, qwen2"),
         (gguf("qwen3", 12, &[]), "head_dim is missing"),
@@ -196,6 +206,34 @@ fn a_gguf_file_is_counted_by_its_header() {
         let error = Subject::find(&path).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
+}
+
+/// A window is what the class makes of the keys: Llama has none whatever they say, and some have one where they say nothing.
+#[test]
+fn windows_are_those_of_the_class() {
+    let mistral = json!({"architectures": ["MistralForCausalLM"]});
+    let qwen = json!({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": true, "max_window_layers": 28});
+    for (changes, stated, expected) in [
+        (json!({}), json!(64), None),
+        (json!({"architectures": ["GemmaForCausalLM"], "head_dim": 128}), json!(64), None),
+        (mistral.clone(), json!(64), Some((64, 32))),
+        (mistral.clone(), json!(null), Some((4096, 32))),
+        (qwen, json!(null), Some((4096, 4))),
+        (json!({"architectures": ["Gemma2ForCausalLM"], "head_dim": 256}), json!(null), Some((4096, 16))),
+        (json!({"architectures": ["Phi3ForCausalLM"]}), json!(null), None),
+    ] {
+        let mut value = with(&changes);
+        if !stated.is_null() {
+            value["sliding_window"] = stated.clone();
+        }
+        let (_folder, path) = config(&value);
+        let window = Subject::find(&path).unwrap().architecture.window.map(|window| (window.tokens, window.layers));
+        assert_eq!(window, expected, "{changes} {stated}");
+    }
+    let mut none = with(&mistral);
+    none["sliding_window"] = Value::Null;
+    let (_folder, path) = config(&none);
+    assert_eq!(Subject::find(&path).unwrap().architecture.window, None, "null is none");
 }
 
 /// A model's keys on the command line are the model; what is missing or wrong is told as of a file.

@@ -2,8 +2,9 @@
 
 use crate::common::{cpu, normal, rng, tensor};
 use kvsieve::attention::rope::{Frequencies, Rotation};
-use kvsieve::attention::{Params, Shape};
+use kvsieve::attention::{DenseKv, Forward, Params, Shape};
 use kvsieve::cache::{CacheShape, Column, PagedCache};
+use kvsieve::eviction::{Given, retain};
 use kvsieve::memory::{Arena, Label};
 use kvsieve::policy::action::{Asked, Fold};
 use kvsieve::policy::{PolicyError, Registry};
@@ -116,6 +117,34 @@ fn cam_draws_as_often_as_its_chance() {
     assert!(one == again && one != other, "draws belong to the seed");
     let merges = one.iter().filter(|&&value| value == 2.0).count();
     assert!((400..=600).contains(&merges), "{merges} of 2000 were merged");
+}
+
+/// What `random` evicts drew low there; CAM draws anew.
+#[test]
+fn cam_draws_otherwise_than_random() {
+    let (tokens, arena, policy) = (4000, Arena::unlimited(), "random+cam:window=1");
+    let (keys_of, values_of) = (vec![1.0; tokens], vec![1.0; tokens]);
+    let mut cache = cache(&arena, policy, DType::F32, 1, &keys_of, &values_of);
+    cache.add_attention(0, &vec![1.0; tokens]).unwrap();
+    let random = Registry::default().policy("random").unwrap();
+    let input = |values: &[f32]| tensor(DType::F32, [1, 1, tokens, 1], values);
+    let (q, k, v) = (input(&keys_of), input(&keys_of), input(&values_of));
+    let kv = DenseKv::new(k.view(), v.view()).unwrap();
+    let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q_len: tokens, kv_len: tokens, head_dim: 1 };
+    let call = Forward { shape, params: Params::new(1, true), q: q.view(), kv: &kv, cpu: cpu(2) };
+    let given = Given { seed: 7, ..Given::budget(tokens / 2) };
+    let retained = retain(&random, call, given, &arena).unwrap();
+    let scores = retained.scores.unwrap();
+    // Every second token stays whatever it drew: of the others, half of which drew below a half, a quarter gives a quarter.
+    let attention: Vec<f32> = (0..tokens).map(|slot| if slot % 2 == 1 { 4.0 } else { 1.0 }).collect();
+    cache.add_attention(0, &attention.iter().map(|x| x - 1.0).collect::<Vec<_>>()).unwrap();
+    let kept: Vec<u32> = (1..tokens as u32).step_by(2).collect();
+    let fold = Fold { arena: &arena, cpu: cpu(2), seed: 7, number: 0, draws: None, rope: None, asked: None };
+    Registry::default().policy(policy).unwrap().shrink(&fold, &mut cache, 0, &kept).unwrap();
+    let merged = values(&cache).iter().map(|&value| value == 2.0).collect::<Vec<_>>();
+    let low = (0..tokens / 2).filter(|&gap| scores[2 * gap] < 0.25);
+    let (low, both) = low.fold((0, 0), |(low, both), gap| (low + 1, both + usize::from(merged[gap])));
+    assert!(4 * both < 2 * low, "{both} of {low} that drew low were merged, where a quarter is by chance");
 }
 
 #[test]

@@ -365,6 +365,13 @@ fn mistakes_are_one_line_and_exit_status_2() {
             "model.vocabulary needs data.text, the file of a text",
         ),
         ("norm_eps = 1e-5", "norm_eps = 1e-5\nvocabulary = 200", "model.vocabulary is 200; it must be 258 to 65536"),
+        ("warmup_steps = 4", "warmup_steps = 12", "optimizer.warmup_steps is 12; it must be below the 12 steps"),
+        ("log_steps = 1", "log_steps = 3", "evaluation.save_steps is 2; it must be a multiple of log_steps, 3"),
+        (
+            "text_weight = 0.1\nsources = [{ source = \"recall:queries=8\", share = 1.0 }, { source = \"needles\", share = 1.0 }, { source",
+            "text_weight = 0.0\nsources = [{ source",
+            "no source but 'text': nothing would be learned",
+        ),
         ("tasks = [\"recall\"]", "tasks = [\"recal\"]", "unknown task 'recal'"),
         ("tasks = [\"recall\"]", "tasks = [\"cwe\"]", "too few for the task 'cwe'"),
         ("lengths = [96]", "lengths = [96, 0]", "evaluation: a length is 0; it must be at least 16"),
@@ -398,4 +405,25 @@ fn mistakes_are_one_line_and_exit_status_2() {
     }
     fs::write(&other, recipe_of("", &format!("from = '{}'", own.display()))).unwrap();
     train(&other, &own, &[]).code(2).stderr(contains("the folder that the model comes from"));
+}
+
+/// Stages that differ in their batches alone each have their memory in the record, and no line of the log is over two of them.
+#[test]
+fn each_stage_has_its_memory_and_its_lines() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out) = (folder.path().join("recipe.toml"), folder.path().join("out"));
+    let recipe =
+        RECIPE.replace("length = 192\nbatch = 2", "length = 96\nbatch = 8").replace("log_steps = 1", "log_steps = 4");
+    fs::write(&path, recipe.replace("save_steps = 2", "save_steps = 12")).unwrap();
+    train(&path, &out, &[]).success();
+    let record: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(out.join("training.json")).unwrap()).unwrap();
+    let batches: Vec<u64> =
+        record["memory"].as_array().unwrap().iter().map(|of| of["sequences"].as_u64().unwrap()).collect();
+    assert_eq!(batches, [4, 8]);
+    let text = fs::read_to_string(out.join("training.jsonl")).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let steps: Vec<u64> =
+        lines.filter(|line| line.get("gradient_norm").is_some()).map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [4, 6, 8, 12]);
 }

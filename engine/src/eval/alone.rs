@@ -53,7 +53,7 @@ pub fn alone(
         Choice::Remember(memory) => Decoder::with_memory(model, setup, memory, cpu, arena)?,
     };
     if let Some(eviction) = choice.eviction() {
-        decoder.evict(eviction, &[prompt.budgeted_tokens()])?;
+        decoder.evict(eviction.of_sample(prompt.sample), &[prompt.budgeted_tokens()])?;
         decoder.never_evict(prompt.budgeted_tokens()..context.len());
     }
     let mut sampler = Sampler::new(Sampling::GREEDY);

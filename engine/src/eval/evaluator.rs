@@ -202,15 +202,16 @@ impl<'a> Evaluator<'a> {
         full: &[Given],
         most_tokens: &impl Fn(&Asked) -> usize,
     ) -> Result<Answers, EvalError> {
+        let choice = choice.of_sample(prompt.sample);
         if reads_alone(choice.policy) {
             (EVICTED..SEQUENCES).for_each(|sequence| self.decoder.free(sequence));
-            self.decoder.evict(*choice, &[prompt.budgeted_tokens(); SEQUENCES])?;
+            self.decoder.evict(choice, &[prompt.budgeted_tokens(); SEQUENCES])?;
             self.decoder.never_evict(prompt.budgeted_tokens()..prompt.context.len());
             self.prefill(EVICTED, &prompt.context)?;
         } else {
             self.decoder.fork(CONTEXT, EVICTED)?;
             self.behind_context[EVICTED] = self.behind_context[CONTEXT].clone();
-            self.decoder.evict_recorded(EVICTED, *choice, prompt.kept)?;
+            self.decoder.evict_recorded(EVICTED, choice, prompt.kept)?;
         }
         self.answers(prompt, full, most_tokens)
     }

@@ -109,6 +109,12 @@ impl Eviction<'_> {
 }
 
 impl Eviction<'_> {
+    /// The same for a sample of an evaluation: what is drawn is drawn anew for each, so that an interval over samples holds it too.
+    pub fn of_sample(self, sample: usize) -> Self {
+        // Far apart, so that neighbouring seeds have no draws in common.
+        Eviction { seed: self.seed ^ (sample as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15), ..self }
+    }
+
     /// Tokens that the cache must have room for besides those of a context of `context_tokens` and what follows it.
     pub fn more_tokens(&self, context_tokens: usize) -> usize {
         let how = self.policy.reconstruction.zip(self.repeat);

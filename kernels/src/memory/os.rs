@@ -151,6 +151,19 @@ mod tests {
         assert!(grown >= 240 << 20, "resident peak grew by {grown} bytes only");
     }
 
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn pages_that_are_free_lazily_are_no_files() {
+        let mut pages = memmap2::MmapMut::map_anon(64 << 20).unwrap();
+        pages.fill(1);
+        // SAFETY: nothing reads the pages again.
+        if unsafe { pages.unchecked_advise(memmap2::UncheckedAdvice::Free) }.is_err() {
+            return;
+        }
+        let Some(held) = held(std::process::id()) else { return };
+        assert!(held.clean_bytes <= held.file_bytes, "{held:?}");
+    }
+
     #[test]
     fn control_groups_of_both_versions_are_found_with_those_that_they_lie_in() {
         let root = tempfile::tempdir().unwrap();

@@ -446,5 +446,15 @@ mod tests {
             assert!(matches!(TensorFile::open(&path), Err(FileError::Format { .. } | FileError::Open { .. })));
         }
         assert!(matches!(TensorFile::open(folder.path()), Err(FileError::Open { .. })));
+        // Two tensors of one name, of which the second fills the file.
+        let one = |start: u32| format!(r#""q":{{"dtype":"U8","shape":[2],"data_offsets":[{start},{}]}}"#, start + 2);
+        for (header, expected) in
+            [(format!("{{{},{}}}", one(0), one(0)), "tensor 'q' is there twice"), (format!("{{{}}}", one(0)), "")]
+        {
+            let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), b"xy"].concat();
+            std::fs::write(&path, bytes).unwrap();
+            let error = TensorFile::open(&path).err().map_or(String::new(), |error| error.to_string());
+            assert!(error.contains(expected) && error.is_empty() == expected.is_empty(), "{error}");
+        }
     }
 }

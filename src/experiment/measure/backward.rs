@@ -188,3 +188,48 @@ fn inner(a: &Tensor, b: &Tensor) -> (f64, f64) {
     }
     (sum, size)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::Backward;
+    use crate::experiment::{Experiment, Spec};
+    use crate::memory::{Arena, Label};
+
+    /// Gradients of scores that are none, or half of what they should be, pass both identities; the reference tells.
+    #[test]
+    fn wrong_gradients_of_scores_are_seen() {
+        let text =
+            "name = \"x\"\n[[grid]]\nmeasure = \"backward\"\nheads = \"4/2\"\nhead_dim = 16\ncontext_tokens = 48";
+        let spec = Spec::parse(text, "x.toml").unwrap();
+        let experiment = Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu).unwrap();
+        let cell = experiment.in_trials().next().unwrap();
+        let (shape, params, cpu, arena) = (cell.shape(), cell.params(), Cpu::new(Some(1)).unwrap(), Arena::unlimited());
+        let tensor = |dims: [usize; 4], seed: usize| {
+            let values = (0..dims.iter().product()).map(|at: usize| ((at * 7919 + seed) % 997) as f32 / 400.0 - 1.2);
+            Tensor::from_f32(&arena, Label::Input, cell.dtype, dims, &values.collect::<Vec<_>>()).unwrap()
+        };
+        let [q, k, v] = [tensor(shape.q_dims(), 1), tensor(shape.kv_dims(), 2), tensor(shape.kv_dims(), 3)];
+        let workload = Workload { q, k, v, needles: Vec::new(), rope: None };
+        let kv = DenseKv::new(workload.k.view(), workload.v.view()).unwrap();
+        let forward = Forward { shape, params, q: workload.q.view(), kv: &kv, cpu: &cpu };
+        let kernel = attention::kernel("naive").unwrap();
+        let mut outputs = Outputs::allocate(&arena, &shape, cell.dtype).unwrap();
+        let mut workspace = kernel.workspace(&shape, &params, cell.dtype, 1).allocate(&arena).unwrap();
+        kernel.forward(&forward, &mut outputs, &mut workspace).unwrap();
+        let mut gradients = Gradients::allocate(&arena, &shape, cell.dtype).unwrap();
+        let size = kernel.backward_workspace(&shape, &params, cell.dtype, 1).unwrap();
+        let call = Backward { forward, o: outputs.o.view(), lse: &outputs.lse, grad_o: workload.q.view() };
+        kernel.backward(&call, &mut gradients, &mut size.allocate(&arena).unwrap()).unwrap();
+        let check = |gradients: &Gradients| check_gradients(cell, &workload, &outputs, gradients, &cpu);
+        check(&gradients).unwrap();
+        for factor in [0.5, 0.0] {
+            for tensor in [&mut gradients.q, &mut gradients.k] {
+                let scaled: Vec<f32> = tensor.to_f32().iter().map(|x| factor * x).collect();
+                cell.dtype.encode(&scaled, tensor.bytes_mut());
+            }
+            let error = check(&gradients).unwrap_err().to_string();
+            assert!(error.starts_with("dq is ") && error.contains("from the f64 reference"), "{error}");
+        }
+    }
+}
