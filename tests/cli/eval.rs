@@ -253,8 +253,9 @@ fn a_dry_run_tells_the_time_of_every_cell_and_writes_nothing() {
 #[test]
 fn names_of_a_list_may_have_spaces_around_them() {
     let folder = tempfile::tempdir().unwrap();
+    byte_model::write(&folder.path().join("m"), 2048);
     let table = |tasks, policies| {
-        let arguments = ["eval", "--model", "builtin", "--context", "128", "--samples", "2", "--dry-run"];
+        let arguments = ["eval", "--model", "m", "--context", "800", "--samples", "2", "--dry-run"];
         let output = run(
             folder.path(),
             &[&arguments[..], &["--task", tasks, "--policy", policies, "--budget", "0.5, 0.25"]].concat(),

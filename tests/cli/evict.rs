@@ -372,7 +372,6 @@ fn queries_that_are_missing_are_told() {
     let desk = Desk::with(&problem(DType::F32));
     let all = "looks at all 70 queries, and the input holds 33";
     for (policy, told) in [
-        ("expected-attention", all),
         ("h2o", all),
         ("max-attention:last=all", all),
         ("snapkv:window=64", "looks at the latest 64 queries, and the input holds 33"),

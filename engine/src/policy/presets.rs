@@ -105,6 +105,6 @@ pub const PRESETS: &[Preset] = &[
         name: "snapkv@frontier",
         text: "snapkv:window=256,kernel=7,queries=sum,span=all,local=128,sink=4",
         paper: "2404.14469",
-        about: "SnapKV by the defaults of sparse-frontier's class; its configuration has kernel=21",
+        about: "SnapKV as sparse-frontier's class has it; its runs have kernel=21",
     },
 ];

@@ -106,15 +106,16 @@ pub fn held(pid: u32) -> Option<Held> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let of = |name| field(&text, name);
     let (resident_bytes, anonymous_bytes) = (of("Rss:")?, of("Anonymous:")?);
+    let file_bytes = resident_bytes.saturating_sub(anonymous_bytes);
     Some(Held {
         resident_bytes,
         proportional_bytes: of("Pss:")?,
         anonymous_bytes,
         huge_bytes: of("AnonHugePages:")?,
         lazily_free_bytes: of("LazyFree:")?,
-        file_bytes: resident_bytes.saturating_sub(anonymous_bytes),
+        file_bytes,
         // What is free lazily is clean as well, and of no file.
-        clean_bytes: (of("Shared_Clean:")? + of("Private_Clean:")?).saturating_sub(of("LazyFree:")?),
+        clean_bytes: (of("Shared_Clean:")? + of("Private_Clean:")?).saturating_sub(of("LazyFree:")?).min(file_bytes),
         swapped_bytes: of("Swap:")?,
     })
 }

@@ -52,18 +52,18 @@ fn of_texts<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
 }
 
 fn kept() -> Axis {
-    Axis {
-        label: "tokens kept, or read of those kept (fraction of context)".into(),
-        field: "kept_fraction",
-        quantity: Quantity::Fraction,
-    }
+    Axis { label: "tokens kept (fraction of context)".into(), field: "kept_fraction", quantity: Quantity::Fraction }
 }
 
-/// What a policy keeps, or of one that keeps everything what its steps may read.
+/// What a policy keeps, or of one that keeps everything what its steps read.
 fn kept_fraction(pool: &Pool<'_>) -> f64 {
-    let kept = pool.mean(|answers| answers.kept_fraction);
-    let read = pool.budget.parse().ok().filter(|budget| (0.0..1.0).contains(budget));
-    if kept < 1.0 { kept } else { read.unwrap_or(kept) }
+    read_fraction(pool).unwrap_or_else(|| pool.mean(|answers| answers.kept_fraction))
+}
+
+/// The budget of a policy that keeps everything under it.
+fn read_fraction(pool: &Pool<'_>) -> Option<f64> {
+    let read = pool.budget.parse().ok().filter(|budget| (0.0..1.0).contains(budget))?;
+    (pool.mean(|answers| answers.kept_fraction) >= 1.0).then_some(read)
 }
 
 fn score_axis() -> Axis {
@@ -80,6 +80,10 @@ fn chart<'d>(
     value: fn(&Pool<'d>) -> Option<Estimate>,
 ) -> Option<Chart> {
     let (pools, subtitle) = pools(&data.of(Measure::EVAL));
+    let x = match x.field == kept().field && pools.iter().any(|pool| read_fraction(pool).is_some()) {
+        true => Axis { label: "tokens kept, or what steps read where all are (fraction of context)".into(), ..x },
+        false => x,
+    };
     let mut series: BTreeMap<(String, String), Vec<Point>> = BTreeMap::new();
     for pool in pools.iter().filter(|pool| is_compared(pool, &pools) && !pool.is_memory()) {
         // A logarithm has no place for a full cache's divergence from itself.

@@ -8,7 +8,7 @@ use crate::policy::{Context, Part, PartEntry, PolicyError, Scorer, ScoringPlan, 
 /// The registry's line.
 pub const ENTRY: PartEntry = PartEntry {
     name: "vnorm",
-    about: "scores times the L2 norm of the value (VATP: the L1 norm, and the first tokens are kept); for scores that are not negative, such as attention",
+    about: "scores times the L2 norm of the value, for scores that are not negative, such as attention; VATP takes the L1 norm, and keeps the first tokens",
     paper: "2406.12335",
     parameters: &[],
     build: |_, _| Ok(Part::Scorer(Box::new(|scorer| Box::new(ValueNorm { scorer })))),
