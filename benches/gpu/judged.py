@@ -125,10 +125,13 @@ def answers(binary, tiny, folder, name):
     """16-bit types may part ways, so no difference of words is an error."""
     if not os.path.isdir(folder):
         end("absent", f"{folder} is not there")
-    prompt = " ".join(["the key of amber is"] * (8 if tiny else 300))
+    # Lists as the model was trained on, which it goes on with to the last token that it may.
+    prompt = " ".join(["oar lamp wolf; bear saw sea; king tree;"] * (2 if tiny else 80)) + " oar"
     words = ["--model", folder, "--prompt", prompt, "--max-new-tokens", "3" if tiny else "64", "--json", "-"]
     words += [] if name == "full" else ["--policy", name, "--budget", "0.25"]
     cpu, gpu = (json.loads(kvsieve(binary, "generate", *words, "--device", device)) for device in ("cpu", "cuda"))
+    if len(gpu["tokens"]) < 2:
+        end("wrong", f"{len(gpu['tokens'])} tokens were written, and no step was taken")
     parted = (at for at, (a, b) in enumerate(zip(cpu["tokens"], gpu["tokens"])) if a != b)
     found = {
         "policy": name,

@@ -160,7 +160,7 @@ class Plan:
                 for kernel in ["tiled", "naive"] if name == "llama" else ["tiled"]:
                     command = self.judged("model", os.path.dirname(config), kernel)
                     yield Step(f"models/{name}/{kernel}", f"model {name}", command, 60, (kernel, "decode"))
-        for policy in ["full", "snapkv", "h2o"]:
+        for policy in ["full", "snapkv", "h2o", "h2o+every:steps=4"]:
             yield Step(
                 f"models/builtin/{policy}", f"model builtin {policy}", self.judged("answers", BUILTIN, policy), 120, ("tiled", "decode")
             )

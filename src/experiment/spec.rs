@@ -335,6 +335,13 @@ impl Spec {
                     (line, column, format!("query_aware is gone; use protocol = \"agnostic\", or a list of {known}"))
                 }
                 message if message.starts_with(UNKNOWN) => unknown_keys(text, error),
+                // Which key it is of the line says, and what a number may be its type.
+                message if message.starts_with("invalid ") => {
+                    let stands = text.lines().nth(line.saturating_sub(1)).unwrap_or_default().trim();
+                    let words = message.replace("expected u64", "expected a whole number, 0 or more");
+                    let words = words.replace("expected usize", "expected a whole number, 0 or more");
+                    (line, column, format!("{stands}: {}", words.lines().collect::<Vec<_>>().join("; ")))
+                }
                 message => (line, column, message.lines().collect::<Vec<_>>().join("; ")),
             };
             SpecError::Syntax { origin: origin.into(), line, column, message }

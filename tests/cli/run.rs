@@ -417,7 +417,7 @@ fn every_wrong_value_of_an_experiment_is_named_in_one_line() {
         ("\"4/2\"", "\"3/2\"", "3 query heads cannot share 2 KV heads evenly"),
         ("\"4/2\"", "\"4\"", "heads is '4'; write query heads / KV heads such as \"8/2\""),
         ("\"4/2\"", "\"4/0\"", "heads is '4/0'"),
-        ("\"4/2\"", "4", "x.toml:7:9: invalid type: integer `4`"),
+        ("\"4/2\"", "4", "x.toml:7:9: heads = 4: invalid type: integer `4`"),
         ("heads = \"4/2\"\n", "", "heads are missing"),
         ("head_dim = 32", "head_dim = 0", "head dim is 0; every extent must be at least 1"),
         ("head_dim = 32", "head_dim = 300", "head dim is 300; at most 256"),

@@ -227,6 +227,15 @@ fn more_queries_may_be_looked_at_than_tokens_stay() {
     }
 }
 
+/// Where a threshold decides what stays, the budget may hold everything.
+#[test]
+fn a_threshold_evicts_whatever_the_budget_holds() {
+    let records = run(&evict("policy = \"knorm+threshold:at=-5\"\nbudget = [0.99, 1.0]\ncontext_tokens = 256"));
+    let fractions: Vec<f64> = records.iter().map(|record| record.eviction.as_ref().unwrap().kept_fraction).collect();
+    assert!(records.iter().all(|record| record.status == Status::Ok) && fractions[0] < 0.9, "{records:?}");
+    assert_eq!(fractions[0], fractions[1]);
+}
+
 /// What evicts while decoding has something to evict where the budget holds the context and not the new tokens.
 #[test]
 fn a_budget_above_the_context_is_for_policies_that_go_on_evicting() {

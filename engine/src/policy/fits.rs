@@ -77,6 +77,12 @@ impl Policy {
         Some(budget_tokens.saturating_sub(sink.saturating_add(window.saturating_sub(kept))))
     }
 
+    /// Whether it evicts because of its budget alone, so that one which holds a context leaves it nothing to evict: not where a
+    /// threshold decides as well.
+    pub fn is_bound_by_budget(&self) -> bool {
+        self.scorer.is_some() && self.layers.threshold().is_none()
+    }
+
     /// What a reader must know of a budget of `budget_tokens` in each KV head, on average, of `(layers, KV heads)` and contexts of
     /// `context_tokens`: that nothing but protected tokens stays, or that its budget allocation does nothing. Nothing where the
     /// whole context stays; `kept` as in [`Policy::unprotected`].

@@ -304,7 +304,7 @@ impl State {
                 let kept = policy.budget_tokens(name, eviction.budget.as_ref(), context, token_bytes, lists);
                 let kept = kept.map_err(PolicyError::from).map_err(ModelError::from)?;
                 let evicts = policy.scorer.is_some();
-                if evicts && kept >= context {
+                if policy.is_bound_by_budget() && kept >= context {
                     let reason = format!("the budget holds a whole context of {context} tokens: nothing to evict");
                     self.ended = Some((Status::Skipped, reason));
                     return Ok(());

@@ -67,7 +67,7 @@ impl Prepared {
         if let Some(selection) = self.policy.as_ref().and_then(|policy| policy.selection.as_ref()) {
             return self.cell.budget.is_some() && selection.reads_all(self.budget_tokens, context);
         }
-        let Some(policy) = self.policy.as_ref().filter(|policy| policy.scorer.is_some()) else { return false };
+        let Some(policy) = self.policy.as_ref().filter(|policy| policy.is_bound_by_budget()) else { return false };
         let held = match policy.schedule.decoding {
             // As many as there are at the last of its evictions.
             Decoding::EverySteps(steps) => context + self.cell.new_tokens / steps * steps,

@@ -127,9 +127,6 @@ pub struct TmaTiles {
     pub kv_rows: usize,
 }
 
-/// Blocks in y and z that a grid may have.
-const MOST_BLOCKS: usize = 65_535;
-
 impl Plan {
     /// Everything that running it may compile, whether cuBLAS is there or not.
     pub fn programs(&self) -> Vec<Program> {
@@ -149,7 +146,10 @@ impl Plan {
         (shape, params): (&Shape, &Params),
         rows: GpuRows,
     ) -> Result<Self, AttentionError> {
-        if launches.iter().any(|launch| launch.grid[1].max(launch.grid[2]) > MOST_BLOCKS || launch.grid[0] >= 1 << 31) {
+        if launches
+            .iter()
+            .any(|launch| launch.grid[1].max(launch.grid[2]) > Launch::MOST_BLOCKS || launch.grid[0] >= 1 << 31)
+        {
             let (what, instead) = ("grid on CUDA for so many heads or queries", "a smaller batch or shorter queries");
             return Err(AttentionError::Unsupported { kernel, what, instead });
         }

@@ -281,9 +281,18 @@ impl Device {
     /// Finds the functions of launches before any time is taken.
     ///
     /// # Errors
-    /// [`CudaError::Driver`] when there is no such function, or not so much shared memory.
+    /// [`CudaError::Driver`] when there is no such function, or not so much shared memory; [`CudaError::Operand`] when there are
+    /// more lists or heads than CUDA has blocks for.
     pub fn ready(&self, module: &Module, launches: &[Launch]) -> Result<Vec<Ready>, CudaError> {
         let ready = |launch: &Launch| {
+            if launch.grid[1].max(launch.grid[2]) > Launch::MOST_BLOCKS {
+                return Err(CudaError::Operand(format!(
+                    "{} needs {:?} blocks, and there are at most {} in y and z: take fewer sequences, layers or heads at once",
+                    launch.function,
+                    launch.grid,
+                    Launch::MOST_BLOCKS
+                )));
+            }
             let config = LaunchConfig {
                 grid_dim: blocks(launch.grid),
                 block_dim: (launch.threads, 1, 1),

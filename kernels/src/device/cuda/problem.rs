@@ -172,6 +172,11 @@ pub struct Launch {
     pub shared_bytes: u32,
 }
 
+impl Launch {
+    /// Blocks in y and z that a grid may have.
+    pub const MOST_BLOCKS: usize = 65_535;
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -134,7 +134,7 @@ impl State {
         let (evicts, ended) = match budget {
             Err(error) => (true, Some((Status::Failed, error.to_string()))),
             _ if policy.scorer.is_none() => (false, None),
-            Ok(tokens) if tokens >= evicted => {
+            Ok(tokens) if tokens >= evicted && policy.is_bound_by_budget() => {
                 let reason = format!("the budget holds a whole context of {evicted} tokens: nothing to evict");
                 (false, Some((Status::Skipped, reason)))
             }

@@ -67,7 +67,9 @@ impl Measurement for Evict {
             return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
         }
         if !grid.causal || grid.window.is_some() {
-            return Err("eviction is measured with a causal mask and without a window".into());
+            return Err(
+                "eviction is measured with a causal mask and without a window; leave causal and window out".into()
+            );
         }
         if grid.new_tokens == Some(0) {
             return Err("new_tokens is 0; at least 1 decode step is needed to see what eviction does".into());
