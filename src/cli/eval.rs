@@ -163,6 +163,7 @@ impl FromStr for Named {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        let text = text.trim();
         text.parse().map(Named::Windows).or_else(|_| {
             let known = |error| format!("{error}; for --text {}", Windows::ALL.map(Windows::name).join(", "));
             text.parse().map(Named::Question).map_err(known)

@@ -370,7 +370,11 @@ fn missing_queries(policy: &Policy, shape: &Shape) -> Option<String> {
         Some(selection) => (false, selection.recent_queries().min(shape.kv_len)),
         _ if looks_at(Statistic::Queries) || looks_at(Statistic::AccumulatedAttention) => (true, shape.kv_len),
         _ if looks_at(Statistic::RecentAttention) => (false, policy.recent_queries().min(shape.kv_len)),
-        _ => return None,
+        // An action may look at them whatever the scorer does.
+        _ => {
+            let of_action = policy.action.as_ref().map_or(0, |action| action.recent_queries());
+            (false, of_action.min(shape.kv_len))
+        }
     };
     let which = if all || wanted == shape.kv_len { "all" } else { "the latest" };
     let told = format!("the policy looks at {which} {wanted} queries, and the input holds {}", shape.q_len);

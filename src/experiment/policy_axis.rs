@@ -102,7 +102,7 @@ impl<'de> Visitor<'de> for Piece {
     }
 
     fn visit_str<E: de::Error>(self, text: &str) -> Result<String, E> {
-        Ok(text.trim().into())
+        Ok(text.split(',').map(str::trim).collect::<Vec<_>>().join(","))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<String, A::Error> {

@@ -52,9 +52,8 @@ const MOST: u128 = 1 << 44;
 /// # Errors
 /// When it takes more than any memory has, an event gives back what none took, or the trace takes nothing.
 pub fn replay(events: &[Event]) -> Result<Vec<Outcome>, PlanError> {
-    let blocks: Vec<&Event> = events.iter().filter(|event| !event.relabelled).collect();
-    let steps = steps(&blocks)?;
-    let most = most_of_labels(&blocks);
+    let steps = steps(events)?;
+    let most = most_of_labels(events);
     let allocators: [(&'static str, Box<dyn Allocator>); 5] = [
         ("PyTorch, caching", Box::new(Caching::new(false))),
         ("PyTorch, expandable segments", Box::new(Caching::new(true))),
@@ -72,12 +71,12 @@ enum Step<'a> {
 }
 
 /// Pairs what is given back with the latest block of its label and size.
-fn steps<'e>(events: &[&'e Event]) -> Result<Vec<Step<'e>>, PlanError> {
+fn steps(events: &[Event]) -> Result<Vec<Step<'_>>, PlanError> {
     let wrong =
         |value: String, expected: &str| PlanError::Value { what: "the trace", value, expected: expected.into() };
     let mut live: HashMap<(&str, u64), Vec<usize>> = HashMap::new();
     let (mut steps, mut total) = (Vec::new(), 0u128);
-    for (number, event) in events.iter().enumerate() {
+    for (number, event) in events.iter().enumerate().filter(|(_, event)| !event.relabelled) {
         let bytes = event.delta_bytes.unsigned_abs();
         let key = (event.label.as_str(), bytes);
         match event.delta_bytes {
@@ -106,9 +105,9 @@ fn steps<'e>(events: &[&'e Event]) -> Result<Vec<Step<'e>>, PlanError> {
     }
 }
 
-fn most_of_labels(events: &[&Event]) -> u64 {
+fn most_of_labels(events: &[Event]) -> u64 {
     let (mut live, mut most): (HashMap<&str, i64>, HashMap<&str, i64>) = Default::default();
-    for event in events {
+    for event in events.iter().filter(|event| !event.relabelled) {
         let live = live.entry(&event.label).or_default();
         *live = live.saturating_add(event.delta_bytes);
         let most = most.entry(&event.label).or_default();

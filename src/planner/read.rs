@@ -232,7 +232,8 @@ fn window(fields: &Fields<'_>, family: &str, layers: usize) -> Result<Option<Win
     let default = match family {
         "MistralForCausalLM" | "Gemma2ForCausalLM" | "Gemma3ForCausalLM" => Some(4096),
         "Qwen2ForCausalLM" | "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM" => Some(4096),
-        "MixtralForCausalLM" | "Phi3ForCausalLM" | "GptOssForCausalLM" | "Qwen3NextForCausalLM" => None,
+        "GptOssForCausalLM" => Some(128),
+        "MixtralForCausalLM" | "Phi3ForCausalLM" | "Qwen3NextForCausalLM" => None,
         _ => return Ok(None),
     };
     let Some(tokens) = stated.or(default.filter(|_| !fields.has("sliding_window"))) else { return Ok(None) };
@@ -241,7 +242,7 @@ fn window(fields: &Fields<'_>, family: &str, layers: usize) -> Result<Option<Win
         (_, Some(counted)) => counted,
         ("Qwen2ForCausalLM" | "Qwen3ForCausalLM" | "Qwen3MoeForCausalLM", None) => {
             match fields.flag("use_sliding_window")? {
-                true => layers.saturating_sub(fields.needed("max_window_layers", fields.place("max_window_layers")?)?),
+                true => layers.saturating_sub(fields.place("max_window_layers")?.unwrap_or(28)),
                 false => 0,
             }
         }

@@ -2,6 +2,7 @@
 //! verdict, one sentence that names the guilty term.
 
 use super::PlanError;
+use super::architecture::KvGroup;
 use super::scenario::{Allocation, Attention, Bytes, Logits, Memory, Phase, Scenario};
 use crate::units::{gib, grouped};
 use serde::Serialize;
@@ -242,7 +243,11 @@ impl Scenario<'_> {
                     n(tokens),
                     grouped(keys)
                 );
-                let has_windows = subject.groups.iter().all(|group| group.window.is_some());
+                // Where all have windows, as many as there are keys in a pass: there are no more however long the context is.
+                let full = |group: &super::architecture::KvGroup| {
+                    group.window.is_some_and(|window| window as u64 + tokens <= self.context)
+                };
+                let has_windows = subject.groups.iter().all(full);
                 let growth = match rows {
                     Growth::Linear => Growth::Quadratic,
                     _ if has_windows => Growth::Constant,

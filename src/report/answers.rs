@@ -65,12 +65,13 @@ const OF_TEXTS: [&str; 3] = ["perplexity", "99%", "top-1"];
 fn columns(records: &[&Record]) -> Vec<Column> {
     let of_texts = records.iter().all(|record| record.cell.text.is_some());
     let without: &[&str] = if of_texts { &OF_SCORES } else { &OF_TEXTS };
-    let sparse = |answers: &Answers| {
-        answers.kept_fraction >= 1.0
+    let sparse = |(record, answers): (&&Record, &Answers)| {
+        let may_select = record.cell.memory.is_some() || answers.kept_fraction >= 1.0;
+        may_select
             && answers.kv_bytes_read > 0
             && (answers.kv_bytes_read as f64) < SPARSE * answers.kv_bytes_live as f64
     };
-    let selects = records.iter().filter_map(|record| answers(record)).any(sparse);
+    let selects = records.iter().filter_map(|record| Some((record, answers(record)?))).any(sparse);
     let shown = |column: &Column| !without.contains(&column.heading) && (column.heading != READ || selects);
     ALL.into_iter().filter(shown).collect()
 }

@@ -375,6 +375,7 @@ fn queries_that_are_missing_are_told() {
         ("h2o", all),
         ("max-attention:last=all", all),
         ("snapkv:window=64", "looks at the latest 64 queries, and the input holds 33"),
+        ("knorm+match:queries=64", "looks at the latest 64 queries, and the input holds 33"),
         ("snapkv:window=16", ""),
         ("tova", ""),
         ("knorm", ""),

@@ -215,6 +215,18 @@ fn a_budget_that_holds_everything_is_skipped() {
     assert!(records[..4].iter().all(|record| record.reason.as_deref() == Some(reason)));
 }
 
+/// Where each query sees one key, nothing depends on q: what rounding leaves of its gradient is no mistake.
+#[test]
+fn gradients_that_are_nothing_but_rounding_are_right() {
+    let grid = "[[grid]]\nmeasure = \"backward\"\nkernel = [\"naive\", \"tiled\"]\ndtype = [\"f32\", \"f16\", \"bf16\"]\n\
+                heads = \"4/2\"\nhead_dim = 64\ncontext_tokens = [16, 300]\n";
+    for window in ["window = 1\n", "window = 2\n", ""] {
+        let records = run(&format!("{grid}{window}"));
+        assert_eq!(records.len(), 12);
+        records.iter().for_each(|record| assert_eq!(record.status, Status::Ok, "{record:?}"));
+    }
+}
+
 /// Between new tokens queries see what is left of a list by positions: some of them look further back than it is long.
 #[test]
 fn more_queries_may_be_looked_at_than_tokens_stay() {

@@ -245,7 +245,8 @@ impl<'a> Evaluator<'a> {
         let mut read_bytes = 0;
         let answer = |(asked, full): (&Asked, &Given)| {
             let given = self.ask(EVICTED, asked, most_tokens(asked))?;
-            read_bytes += self.decoder.step_kv_bytes(ASKED);
+            // A text is not answered: its own tokens are what follows.
+            read_bytes += self.decoder.step_kv_bytes(if given.written.len() > 1 { ASKED } else { FORCED });
             Ok(self.compare(asked, full, given))
         };
         let answers = prompt.asked.iter().zip(full).map(answer).collect::<Result<_, EvalError>>()?;

@@ -54,6 +54,13 @@ pub(super) fn check(options: &Options, model: Option<&Path>) -> Result<(), Train
     }
 }
 
+/// What a folder's record says of the memory of the stages that it has behind it.
+pub(super) fn noted_memory(folder: &Path) -> Vec<serde_json::Value> {
+    let record = std::fs::read(folder.join(RECORD)).ok();
+    let record = record.and_then(|text| serde_json::from_slice::<serde_json::Value>(&text).ok());
+    record.and_then(|record| record["memory"].as_array().cloned()).unwrap_or_default()
+}
+
 /// Whether `end` steps were taken and the record of a folder says so: everything was written before it, and nothing is to be added.
 pub(super) fn is_done(folder: &Path, progress: &Progress, end: usize) -> bool {
     let record = std::fs::read(folder.join(RECORD)).ok();

@@ -106,7 +106,7 @@ struct Trainer<'a> {
     /// Of rank 0.
     log: Option<Log>,
     progress: Progress,
-    /// Predicted and highest bytes of each stage's shape.
+    /// Predicted and highest bytes of each stage, noted at its end.
     memory: Vec<Value>,
     /// Bytes that the last step sent.
     sent_bytes: u64,
@@ -171,7 +171,8 @@ impl<'a> Trainer<'a> {
             zero,
             log,
             progress,
-            memory: Vec::new(),
+            // Of stages that a run which was stopped left behind; one that was killed wrote no record.
+            memory: if options.resume { checkpoint::noted_memory(folder) } else { Vec::new() },
             sent_bytes: 0,
             results: Vec::new(),
         })
@@ -245,12 +246,14 @@ impl<'a> Trainer<'a> {
                 )?;
                 since = Since::default();
             }
+            let used = self.arena.usage().peak;
             if done.is_multiple_of(recipe.evaluation.every_steps) || last {
-                let used = self.arena.usage().peak;
                 // Its network takes the place of this one: no more than the steps' memory is needed.
                 drop(network);
                 self.evaluate(own, watch)?;
                 network = self.network(extents)?;
+            }
+            if ends {
                 self.note_memory(&extents, used)?;
             }
             if last {

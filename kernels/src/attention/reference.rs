@@ -24,12 +24,6 @@ pub struct Row {
     pub lse: f64,
 }
 
-impl AsRef<[f64]> for Row {
-    fn as_ref(&self) -> &[f64] {
-        &self.o
-    }
-}
-
 impl Params {
     /// The logit of an inner product in f64: scale, then soft-cap.
     pub fn logit(&self, inner: f64) -> f64 {
@@ -95,9 +89,18 @@ pub fn rows(call: &Forward<'_>, at: &[[usize; 3]]) -> Vec<Row> {
     })
 }
 
-/// Computes the gradient by the given query rows in f64, `[D]` each, from that by the output, `[B, Hq, Lq, D]`; of lists
-/// without biases.
-pub fn query_gradients(call: &Forward<'_>, grad_o: &TensorView<'_>, at: &[[usize; 3]]) -> Vec<Vec<f64>> {
+/// The gradient by a query row in f64.
+#[derive(Debug, Clone, PartialEq)]
+pub struct QueryGradient {
+    /// The gradient, `[D]`.
+    pub dq: Vec<f64>,
+    /// Size of what it is added up from before that cancels, `scale P_j |do| |v_j| |k_j|` over the keys, as a root of squares:
+    /// times a type's rounding error, as much as `dq` may be off where it is next to nothing.
+    pub terms: f64,
+}
+
+/// Computes the gradient by the given query rows in f64 from that by the output, `[B, Hq, Lq, D]`; of lists without biases.
+pub fn query_gradients(call: &Forward<'_>, grad_o: &TensorView<'_>, at: &[[usize; 3]]) -> Vec<QueryGradient> {
     each(call, at, |at, slot| query_gradient(call, grad_o, at, slot))
 }
 
@@ -114,7 +117,7 @@ fn query_gradient(
     grad_o: &TensorView<'_>,
     [batch, q_head, i]: [usize; 3],
     slot: &mut [f32],
-) -> Vec<f64> {
+) -> QueryGradient {
     let Forward { shape, params, kv, .. } = *call;
     let (width, kv_head) = (shape.head_dim, q_head / shape.group());
     let (mut o, mut gradient) = (vec![0.0; width], vec![0.0; width]);
@@ -126,21 +129,25 @@ fn query_gradient(
     // What `row` left: the logits.
     let (logits, block) = slot.split_at_mut(2 * shape.kv_len);
     let logits = &bytemuck::cast_slice::<f32, f64>(logits)[..visible.len()];
-    let mut slopes = [0.0; BLOCK];
+    let (mut slopes, mut sizes, mut terms) = ([0.0; BLOCK], [0.0; BLOCK], 0.0);
+    let norm = |row: &[f32]| row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+    let grad_norm = norm(&grad);
     for (start, logits) in visible.step_by(BLOCK).zip(logits.chunks(BLOCK)) {
-        let slopes = &mut slopes[..logits.len()];
+        let (slopes, sizes) = (&mut slopes[..logits.len()], &mut sizes[..logits.len()]);
         let values = kv.values(batch, kv_head, start, logits.len(), block).chunks_exact(width);
-        for (slope, (value, logit)) in slopes.iter_mut().zip(values.zip(logits)) {
+        for ((slope, size), (value, logit)) in slopes.iter_mut().zip(&mut *sizes).zip(values.zip(logits)) {
             let grad_p: f64 = grad.iter().zip(value).map(|(&grad, &v)| f64::from(grad) * f64::from(v)).sum();
             let cap_slope = params.softcap.map_or(1.0, |cap| 1.0 - (logit / f64::from(cap)).powi(2));
-            *slope = f64::from(params.scale) * (logit - lse).exp() * (grad_p - delta) * cap_slope;
+            let factor = f64::from(params.scale) * (logit - lse).exp() * cap_slope;
+            (*slope, *size) = (factor * (grad_p - delta), factor * grad_norm * norm(value));
         }
         let keys = kv.keys(batch, kv_head, start, logits.len(), block).chunks_exact(width);
-        for (key, slope) in keys.zip(&*slopes) {
+        for (key, (slope, size)) in keys.zip(slopes.iter().zip(&*sizes)) {
             gradient.iter_mut().zip(key).for_each(|(sum, &k)| *sum += slope * f64::from(k));
+            terms += (size * norm(key)).powi(2);
         }
     }
-    gradient
+    QueryGradient { dq: gradient, terms: terms.sqrt() }
 }
 
 /// Query rows to check: all of them for at most `most` queries, else `most` queries spread evenly from the first to
@@ -157,14 +164,13 @@ pub fn sample_rows(shape: &Shape, most: usize) -> Vec<[usize; 3]> {
     at
 }
 
-/// Relative L2 distance of rows of an output, or of a gradient, from the reference: `|o - reference| / |reference|` over all of
-/// them.
-pub fn relative_error(o: &TensorView<'_>, at: &[[usize; 3]], expected: &[impl AsRef<[f64]>]) -> f64 {
+/// Relative L2 distance of rows of an output from the reference: `|o - reference| / |reference|` over all of them.
+pub fn relative_error(o: &TensorView<'_>, at: &[[usize; 3]], expected: &[Row]) -> f64 {
     let mut row = vec![0.0; o.dims()[3]];
     let (mut difference, mut norm) = (0.0, 0.0);
     for (&[batch, head, i], expected) in at.iter().zip(expected) {
         o.read_rows(batch, head, i, &mut row);
-        for (&got, &wanted) in row.iter().zip(expected.as_ref()) {
+        for (&got, &wanted) in row.iter().zip(&expected.o) {
             difference += (f64::from(got) - wanted).powi(2);
             norm += wanted * wanted;
         }

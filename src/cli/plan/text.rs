@@ -2,7 +2,7 @@
 
 use crate::planner::levers::{Loss, Ranked, Remedy};
 use crate::planner::roofline::Times;
-use crate::planner::scenario::Bytes;
+use crate::planner::scenario::{Attention, Bytes, Logits};
 use crate::planner::search::MOST;
 use crate::planner::{Phase, Scenario, Waterfall};
 use crate::units::{bytes, counted, gb, gib, grouped, nanoseconds};
@@ -90,11 +90,18 @@ pub fn times(times: Option<Times>) -> String {
 
 /// What kvsieve itself takes.
 pub fn own(peak: u64, scenario: &Scenario<'_>, threads: usize) -> String {
-    let asked = format!("--chunk {} --kv-format {}", scenario.run_chunk(), scenario.kv);
+    let kernel = if scenario.attention == Attention::Tiled { "tiled" } else { "naive" };
+    let weights = scenario.weights.map_or(String::new(), |format| format!(" --weights {}", format.name));
+    let asked = format!("--kernel {kernel} --chunk {} --kv-format {}{weights}", scenario.run_chunk(), scenario.kv);
+    // `generate` has one prompt, and logits of its last token.
+    let asked = match scenario.batch == 1 && scenario.logits == Logits::Last {
+        true => format!(" and `{asked}`"),
+        false => String::new(),
+    };
     let peak = format!("{} B ({})", grouped(u128::from(peak)), bytes(peak));
     wrapped(
         &format!(
-            "Run by kvsieve on this CPU with {threads} threads and `{asked}`, its arena's peak is {peak}: exact, the sizes that it \
+            "Run by kvsieve on this CPU with {threads} threads{asked}, its arena's peak is {peak}: exact, the sizes that it \
              allocates."
         ),
         "",

@@ -6,6 +6,7 @@ use super::pass::{self, fields_of_passes};
 use super::trials::timed;
 use super::{Bench, Measurement, Prepared, Runs, Scope, Trial, TrialError, TrialWork, Trials, cuda};
 use crate::attention::cuda::CudaKernel;
+use crate::attention::reference::QueryGradient;
 use crate::attention::{self, DenseKv, Forward, Gradients, Outputs, Shape, reference};
 use crate::device::Cpu;
 use crate::device::cuda::Limits;
@@ -140,13 +141,20 @@ pub(super) fn check_gradients(
     let call = Forward { shape: cell.shape(), params: cell.params(), q: workload.q.view(), kv: &kv, cpu };
     let at = reference::sample_rows(&call.shape, CHECKED_GRADIENTS);
     let expected = reference::query_gradients(&call, &call.q, &at);
-    let (error, limit) = (reference::relative_error(&gradients.q.view(), &at, &expected), limit(cell.dtype));
-    let far = |limit: f64| {
-        format!("dq is {error:.2e} from the f64 reference; with {} it must be within {limit:.0e}", cell.dtype)
-    };
+    let (mut row, mut sums) = (vec![0.0; cell.head_dim], [0.0; 3]);
+    for (&[batch, head, token], QueryGradient { dq, terms }) in at.iter().zip(&expected) {
+        gradients.q.view().read_rows(batch, head, token, &mut row);
+        sums[0] += row.iter().zip(dq).map(|(&got, wanted)| (f64::from(got) - wanted).powi(2)).sum::<f64>();
+        sums[1] += dq.iter().map(|x| x * x).sum::<f64>();
+        sums[2] += terms * terms;
+    }
+    let ([off, size, terms], (limit, rounding)) = (sums.map(f64::sqrt), limits(cell.dtype));
     // A NaN is not within it.
-    if error.is_nan() || error > limit {
-        return Err(TrialError::Failed(far(limit)));
+    if off.is_nan() || off > limit * size + rounding * terms {
+        let (error, dtype) = (off / size, cell.dtype);
+        return Err(TrialError::Failed(format!(
+            "dq is {error:.2e} from the f64 reference, relative; with {dtype} it must be within {limit:.0e}"
+        )));
     }
     let pairs = [
         ("<dv, v> = <do, o>", inner(&gradients.v, &workload.v), inner(&workload.q, &outputs.o)),
@@ -162,12 +170,13 @@ pub(super) fn check_gradients(
     Ok(())
 }
 
-/// How far dq may be from the reference, relative: a missing mask, scale or slope is off by about 1.
-fn limit(dtype: DType) -> f64 {
+/// How far dq may be from the reference, relative to it, and to the terms that cancel in it: a missing mask, scale or `<do, o>`
+/// puts it off by about its own size.
+fn limits(dtype: DType) -> (f64, f64) {
     match dtype {
-        DType::F32 => 1e-3,
-        DType::F16 => 2e-2,
-        DType::Bf16 => 1e-1,
+        DType::F32 => (1e-3, f64::from(f32::EPSILON)),
+        DType::F16 => (2e-2, 1.0 / 1024.0),
+        DType::Bf16 => (1e-1, 1.0 / 128.0),
     }
 }
 

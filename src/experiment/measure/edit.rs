@@ -241,7 +241,7 @@ fn asked(
             each(cell, done / all);
             done += 1.0;
             if state.ended.is_none()
-                && let Err(error) = state.ask(cell, &encoder, &maps, &episode, left_bytes)
+                && let Err(error) = state.ask(cell, &encoder, &maps, (drawn, &episode), left_bytes)
             {
                 state.ended = Some(status_of(&error));
             }
@@ -267,7 +267,7 @@ impl State {
         cell: &Cell,
         encoder: &Encoder<'_>,
         maps: &Maps,
-        episode: &Episode,
+        (drawn, episode): (u64, &Episode),
         left_bytes: u64,
     ) -> Result<(), EditError> {
         let arena = Arena::with_limit(left_bytes);
@@ -299,6 +299,7 @@ impl State {
             Telling::Context(policy, budget) => {
                 let name = cell.policy.as_deref().unwrap_or("full");
                 let eviction = eviction((policy, name), budget.as_deref(), cell.seed).map_err(ModelError::from)?;
+                let eviction = eviction.of_sample(drawn as usize);
                 let context = InContext::tokens(encoder, &episode.facts())?.len();
                 let (token_bytes, lists) = (cell.kv_format().token_bytes(cell.head_dim), cell.layers * cell.kv_heads);
                 let kept = policy.budget_tokens(name, eviction.budget.as_ref(), context, token_bytes, lists);

@@ -55,15 +55,17 @@ fn kept() -> Axis {
     Axis { label: "tokens kept (fraction of context)".into(), field: "kept_fraction", quantity: Quantity::Fraction }
 }
 
-/// What a policy keeps, or of one that keeps everything what its steps read.
+/// What a policy keeps, or of one that keeps everything its budget.
 fn kept_fraction(pool: &Pool<'_>) -> f64 {
-    read_fraction(pool).unwrap_or_else(|| pool.mean(|answers| answers.kept_fraction))
+    budget_of_all(pool).unwrap_or_else(|| pool.mean(|answers| answers.kept_fraction))
 }
 
-/// The budget of a policy that keeps everything under it.
-fn read_fraction(pool: &Pool<'_>) -> Option<f64> {
-    let read = pool.budget.parse().ok().filter(|budget| (0.0..1.0).contains(budget))?;
-    (pool.mean(|answers| answers.kept_fraction) >= 1.0).then_some(read)
+/// The budget of a policy that keeps everything under it and reads a part, as a fraction of the context; in bytes it is none.
+fn budget_of_all(pool: &Pool<'_>) -> Option<f64> {
+    let budget: f64 = pool.budget.parse().ok()?;
+    let context_tokens = pool.records[0].cell.context_tokens as f64;
+    let fraction = if budget < 1.0 { budget } else { budget / context_tokens };
+    (pool.mean(|answers| answers.kept_fraction) >= 1.0 && fraction < 1.0).then_some(fraction)
 }
 
 fn score_axis() -> Axis {
@@ -80,8 +82,12 @@ fn chart<'d>(
     value: fn(&Pool<'d>) -> Option<Estimate>,
 ) -> Option<Chart> {
     let (pools, subtitle) = pools(&data.of(Measure::EVAL));
-    let x = match x.field == kept().field && pools.iter().any(|pool| read_fraction(pool).is_some()) {
-        true => Axis { label: "tokens kept, or what steps read where all are (fraction of context)".into(), ..x },
+    let x = match x.field == kept().field && pools.iter().any(|pool| budget_of_all(pool).is_some()) {
+        true => Axis {
+            label: "tokens kept, or the budget where all are (fraction of context)".into(),
+            field: "kept_or_budget_fraction",
+            ..x
+        },
         false => x,
     };
     let mut series: BTreeMap<(String, String), Vec<Point>> = BTreeMap::new();
