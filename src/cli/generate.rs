@@ -121,7 +121,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     }
     let opened = model_args.open(registry)?;
     let prompt = args.prompt_tokens(&text)?;
-    let most_tokens = prompt.len() + args.max_new_tokens;
+    let most_tokens = prompt.len().saturating_add(args.max_new_tokens);
     let setup = model_args.setup(&opened, 1, most_tokens, false)?;
     let mut decoder = model_args.decoder(&opened, setup)?;
     if let Some(eviction) = model_args.eviction(&opened) {

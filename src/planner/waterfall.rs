@@ -244,9 +244,7 @@ impl Scenario<'_> {
                     grouped(keys)
                 );
                 // Where all have windows, as many as there are keys in a pass: there are no more however long the context is.
-                let full = |group: &super::architecture::KvGroup| {
-                    group.window.is_some_and(|window| window as u64 + tokens <= self.context)
-                };
+                let full = |group: &KvGroup| group.window.is_some_and(|window| window as u64 + tokens <= self.context);
                 let has_windows = subject.groups.iter().all(full);
                 let growth = match rows {
                     Growth::Linear => Growth::Quadratic,

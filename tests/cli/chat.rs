@@ -55,6 +55,15 @@ fn conversations_are_written_as_transformers_writes_them() {
     }
 }
 
+/// JSON as Python writes it, and what a conversation without tools and documents has in their place.
+#[test]
+fn json_is_python_s_and_tools_are_none() {
+    let source = "{% if tools is none and documents is none %}{{ messages | tojson }}|{{ [1, {}] | tojson(indent=2) }}{% endif %}";
+    let template = ChatTemplate::parse("model".into(), source.into(), String::new(), String::new());
+    let text = template.render(&user("<a> é"), true).unwrap();
+    assert_eq!(text, "[{\"role\": \"user\", \"content\": \"<a> é\"}]|[\n  1,\n  {}\n]");
+}
+
 /// The file's own template and tokens, where it is there.
 #[test]
 fn a_gguf_file_brings_its_template() {

@@ -210,6 +210,24 @@ fn a_sequence_keeps_in_a_batch_what_it_keeps_alone() {
     }
 }
 
+/// Where RoPE depends on the length of a sequence, keys are turned by that of their own.
+#[test]
+fn keys_of_a_batch_are_turned_by_the_frequencies_of_their_own_sequence() {
+    for name in ["dynamic", "longrope"] {
+        let (model, tokens) = open(name);
+        let text = "streaming-llm+chunks:tokens=8+rerotate";
+        for batch in [[&tokens[..], &tokens[..20]], [&tokens[3..20], &tokens[..]]] {
+            let after = batch.map(|tokens| tokens.len() - 3);
+            let together = run(&model, &batch, &after, Some((&policy(text), "12")));
+            for (sequence, (tokens, &after)) in batch.iter().zip(&after).enumerate() {
+                let alone = run(&model, &[tokens], &[after], Some((&policy(text), "12")));
+                let off = furthest(&alone.logits[0], &together.logits[sequence]);
+                assert!(off < 1e-4, "{name}, sequence {sequence} of {} tokens: {off}", tokens.len());
+            }
+        }
+    }
+}
+
 /// A policy that evicts from what comes behind the context has a budget for that too, and sinks that are all of it leave no room.
 #[test]
 fn a_budget_beyond_the_context_is_for_what_comes_behind_it() {
@@ -366,6 +384,7 @@ fn what_a_model_cannot_do_is_refused_with_the_reason() {
         ("mistral", "quest", "this model has sliding windows"),
         ("llama", "oracle", "it looks into the future"),
         ("llama", "snapkv+every+rerotate", "use 'once', or leave 'rerotate' out"),
+        ("longrope", "streaming-llm+every+rerotate", "frequencies of other lengths"),
         ("mistral", "knorm+rerotate", "sliding windows mean nothing"),
         ("mistral", "snapkv+match", "most of which this model's sliding windows hide"),
         ("gemma2", "pyramidkv", "this model's layers have different windows"),

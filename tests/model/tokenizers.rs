@@ -7,10 +7,11 @@ use kvsieve::model::Text;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// A file with a tokenizer of these keys.
+/// A file with a tokenizer of these keys, and with those that have a dot in them.
 fn file(folder: &Path, keys: &[(&str, Value)]) -> Text {
     let mut parts = Parts::of(&checkpoint("llama").folder, F32);
-    parts.keys.extend(keys.iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value.clone())));
+    let whole = |key: &str| if key.contains('.') { key.into() } else { format!("tokenizer.ggml.{key}") };
+    parts.keys.extend(keys.iter().map(|(key, value)| (whole(key), value.clone())));
     let path = folder.join("model.gguf");
     std::fs::write(&path, parts.bytes()).unwrap();
     Text::open(&path).unwrap()
@@ -133,13 +134,37 @@ fn a_folder_with_a_tokenizer_of_sentencepiece_becomes_a_file_with_the_same() {
         std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
         let path = folder.path().join("model.gguf");
         let arguments = ["quantize", "--format", "q8_0", "--threads", "2", "--model"];
-        let mut command = Command::cargo_bin("kvsieve").unwrap();
-        command.args(arguments).arg(folder.path()).arg("--output").arg(&path).assert().success();
+        let quantize = |path: &Path| {
+            let mut command = Command::cargo_bin("kvsieve").unwrap();
+            command.args(arguments).arg(folder.path()).arg("--output").arg(path).assert()
+        };
+        quantize(&path).success();
         let text = Text::open(&path).unwrap();
         for (case, tokens) in cases(&fixture, name) {
             assert_eq!(text.tokens(&case).unwrap(), tokens, "{name}: {case:?}");
         }
+        // A mark that takes spaces along is no token of a file, which says nothing of it.
+        let mut takes = tokenizer;
+        takes["added_tokens"][2]["rstrip"] = true.into();
+        std::fs::write(folder.path().join("tokenizer.json"), takes.to_string()).unwrap();
+        let said = quantize(&folder.path().join("other.gguf")).code(2).get_output().stderr.clone();
+        assert!(String::from_utf8(said).unwrap().contains("take spaces along"));
     }
+}
+
+/// A Phi 3's marks take the spaces behind them along, but for those that begin and end texts; of the others only a name says it.
+#[test]
+fn marks_of_a_phi_3_take_spaces_along() {
+    let (fixture, folder) = (sentencepiece(), tempfile::tempdir().unwrap());
+    let of = |name: &str| file(folder.path(), &[keys(&fixture), vec![("general.name", json!(name))]].concat());
+    let [apart, together] = ["a</s> \n b", "a</s>b"];
+    let (phi, other) = (of("Phi 3 or phi3 mini"), of("Llama"));
+    assert_eq!(phi.tokens(apart).unwrap(), phi.tokens(together).unwrap());
+    assert_ne!(other.tokens(apart).unwrap(), other.tokens(together).unwrap());
+    assert_ne!(phi.tokens("a<s> b").unwrap(), phi.tokens("a<s>b").unwrap());
+    // What is not known has a token of its own, which texts may hold.
+    let unknown = other.tokens("<unk>").unwrap();
+    assert!(unknown.contains(&0) && unknown.len() <= 2, "{unknown:?}");
 }
 
 #[test]

@@ -80,3 +80,26 @@ fn a_tensor_in_two_files_of_a_folder_is_refused() {
     let error = Model::open(folder.path(), &Arena::unlimited()).err().unwrap().to_string();
     assert!(error.contains("b.safetensors") && error.contains("is in another file of the folder too"), "{error}");
 }
+
+/// Tied, the output matrix is the embedding: a folder that has another one says two things.
+#[test]
+fn an_output_matrix_of_its_own_is_not_passed_over() {
+    let (from, folder) = (checkpoint("llama").folder, tempfile::tempdir().unwrap());
+    let config = std::fs::read_to_string(from.join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    config["tie_word_embeddings"] = true.into();
+    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    let weights = folder.path().join("model.safetensors");
+    std::fs::copy(from.join("model.safetensors"), &weights).unwrap();
+    let error = Model::open(folder.path(), &Arena::unlimited()).err().unwrap().to_string();
+    assert!(error.contains("lm_head.weight is another matrix than model.embed_tokens.weight"), "{error}");
+    let bytes = std::fs::read(from.join("model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let embedding = file.tensor("model.embed_tokens.weight").unwrap();
+    let same = file.tensors().into_iter().map(|(name, tensor)| {
+        let tensor = if name == "lm_head.weight" { embedding.clone() } else { tensor };
+        (name, tensor)
+    });
+    safetensors::serialize_to_file(same.collect::<Vec<_>>(), None, &weights).unwrap();
+    Model::open(folder.path(), &Arena::unlimited()).unwrap();
+}

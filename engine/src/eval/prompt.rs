@@ -41,8 +41,9 @@ pub struct Prompt {
 impl Prompt {
     /// Tokens of the longest question with `answer` tokens for each.
     pub fn most_tokens(&self, answer: impl Fn(&Asked) -> usize) -> usize {
-        let asked = self.asked.iter().map(|asked| asked.prompt.len() + answer(asked).max(asked.expected.len()));
-        self.context.len() + asked.max().unwrap_or(0)
+        let asked =
+            self.asked.iter().map(|asked| asked.prompt.len().saturating_add(answer(asked).max(asked.expected.len())));
+        self.context.len().saturating_add(asked.max().unwrap_or(0))
     }
 
     /// Tokens that a budget counts.

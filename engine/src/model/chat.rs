@@ -10,10 +10,13 @@ use super::adapter::base;
 use super::gguf::{Gguf, is_gguf};
 use super::{ModelError, Text};
 use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Kwargs;
 use minijinja::{Environment, Error, ErrorKind, Value as Data, context};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use std::borrow::Cow;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// A day as `strftime` writes it: the one that Llama 3.2's template writes where it is not told another.
@@ -165,8 +168,7 @@ impl ChatTemplate {
         jinja.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         let refuse = |reason: String| -> Result<String, Error> { Err(Error::new(ErrorKind::InvalidOperation, reason)) };
         jinja.add_function("raise_exception", refuse);
-        // Plain JSON; Jinja's own is made safe for HTML.
-        jinja.add_filter("tojson", |value: Data| serde_json::to_string(&value).unwrap_or_default());
+        jinja.add_filter("tojson", json);
         if !self.source.contains("strftime_now is") {
             let today = |format: String| TODAY.iter().fold(format, |text, (name, value)| text.replace(name, value));
             jinja.add_function("strftime_now", today);
@@ -177,7 +179,9 @@ impl ChatTemplate {
         };
         let messages: Vec<Data> = messages.iter().map(turn).collect();
         let (bos_token, eos_token) = (self.bos.clone(), self.eos.clone());
-        let given = context! { messages, bos_token, eos_token, add_generation_prompt => answer };
+        // None, as where `transformers` is given none: what is not defined at all is another thing.
+        let (tools, documents) = ((), ());
+        let given = context! { messages, bos_token, eos_token, tools, documents, add_generation_prompt => answer };
         jinja.render_str(&without_generation(&self.source), given).map_err(|error| {
             let reason = error.detail().map_or_else(|| error.to_string(), String::from);
             ModelError::Config { path: self.path.clone(), reason: format!("its chat template: {reason}") }
@@ -211,5 +215,43 @@ impl ChatTemplate {
                 Err(ModelError::Config { path: self.path.clone(), reason })
             }
         }
+    }
+}
+
+/// Plain JSON as Python writes it; Jinja's own is made safe for HTML.
+fn json(value: Data, options: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    // Whether letters are escaped and keys sorted: not and no, as `transformers` has it.
+    let _: (Option<bool>, Option<bool>) = (options.get("ensure_ascii")?, options.get("sort_keys")?);
+    options.assert_all_used()?;
+    let mut bytes = Vec::new();
+    let written = match indent {
+        Some(spaces) => {
+            let spaces = " ".repeat(spaces.min(MOST_INDENT));
+            let formatter = PrettyFormatter::with_indent(spaces.as_bytes());
+            value.serialize(&mut Serializer::with_formatter(&mut bytes, formatter))
+        }
+        None => value.serialize(&mut Serializer::with_formatter(&mut bytes, Spaced)),
+    };
+    written.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
+    Ok(String::from_utf8(bytes).expect("JSON is text"))
+}
+
+const MOST_INDENT: usize = 16;
+
+/// With a space behind commas and colons.
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + Write>(&mut self, to: &mut W, first: bool) -> io::Result<()> {
+        to.write_all(if first { b"" } else { b", " })
+    }
+
+    fn begin_object_key<W: ?Sized + Write>(&mut self, to: &mut W, first: bool) -> io::Result<()> {
+        to.write_all(if first { b"" } else { b", " })
+    }
+
+    fn begin_object_value<W: ?Sized + Write>(&mut self, to: &mut W) -> io::Result<()> {
+        to.write_all(b": ")
     }
 }

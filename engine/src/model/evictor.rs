@@ -14,7 +14,6 @@ use crate::cache::PagedCache;
 use crate::eviction::{ObservationWindow, Plan, Session, Span, WindowShape, add_cumulative_attention, attention_sums};
 use crate::format::KvFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Claim};
-use crate::model::config::RopeScaling;
 use crate::model::{Config, ModelError, Repeat};
 use crate::policy::sparse::{KvSelector, Lists};
 use crate::policy::{Averages, Axis, Budget, Decoding, Policy, PolicyError, Reconstruction, Schedule, Statistic};
@@ -85,10 +84,10 @@ impl Eviction<'_> {
                 "it rotates keys and evicts again by queries that were asked before; use 'once', or leave 'rerotate' out",
             );
         }
-        let is_dynamic = matches!(config.rope.scaling, RopeScaling::Dynamic { .. });
+        let is_dynamic = config.rope.is_dynamic();
         if self.policy.rerotates && self.policy.schedule.decoding != Decoding::Never && is_dynamic {
             return refuse(
-                "it rotates keys again while decoding, and this model's dynamic RoPE has turned them by frequencies of other \
+                "it rotates keys again while decoding, and this model's RoPE has turned them by frequencies of other \
                  lengths; use 'once', or leave 'rerotate' out",
             );
         }
@@ -147,6 +146,8 @@ struct Sequence<'a> {
     reconstructed: Option<Buffer<f32>>,
     /// KV selection of every layer, once the context was read.
     selectors: Vec<Box<dyn KvSelector>>,
+    /// RoPE as of its latest eviction step, where the policy looks behind it or rotates by it; some depend on its length.
+    frequencies: Option<Frequencies>,
 }
 
 /// A policy with what it has seen of each sequence.
@@ -156,8 +157,6 @@ pub(super) struct Evictor<'a> {
     sequences: Vec<Sequence<'a>>,
     /// Positions that are never evicted and that no budget counts.
     pub kept: Range<usize>,
-    /// RoPE of each eviction step, for scorers that look behind it.
-    frequencies: Option<Frequencies>,
     _parameters: Claim,
 }
 
@@ -176,11 +175,11 @@ impl<'a> Evictor<'a> {
             let Eviction { policy, name, ref budget, seed, .. } = eviction;
             let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
             let session = Session::new(Plan { policy, budget_tokens, seed });
-            Ok(Sequence { session, window: None, reconstructed: None, selectors: Vec::new() })
+            Ok(Sequence { session, window: None, reconstructed: None, selectors: Vec::new(), frequencies: None })
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
         let _parameters = eviction.policy.parameters.claim(arena)?;
-        Ok(Evictor { eviction, arena, sequences, kept: 0..0, frequencies: None, _parameters })
+        Ok(Evictor { eviction, arena, sequences, kept: 0..0, _parameters })
     }
 
     /// The policy, if it ever evicts.
@@ -207,9 +206,9 @@ impl<'a> Evictor<'a> {
         self.sequences[sequence].reconstructed = Some(scores);
     }
 
-    /// RoPE's frequencies, once keys and queries are rotated to positions inside the cache.
-    pub fn rotates(&self) -> Option<&Frequencies> {
-        self.evicting().filter(|policy| policy.rerotates).and(self.frequencies.as_ref())
+    /// RoPE's frequencies, once keys and queries of a sequence are rotated to positions inside the cache.
+    pub fn rotates(&self, sequence: usize) -> Option<&Frequencies> {
+        self.evicting().filter(|policy| policy.rerotates).and(self.sequences[sequence].frequencies.as_ref())
     }
 
     /// List-tokens that were evicted so far, of all sequences.
@@ -270,10 +269,11 @@ impl<'a> Evictor<'a> {
 
     /// Makes what is known of sequence `to` what is known of `from`.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
-        let Sequence { session, window, selectors, .. } = &self.sequences[from];
+        let Sequence { session, window, selectors, frequencies, .. } = &self.sequences[from];
         let window = window.as_ref().map(|window| window.copy(None)).transpose()?;
         let selectors = selectors.iter().map(|selector| selector.copy(self.arena)).collect::<Result<_, _>>()?;
-        self.sequences[to] = Sequence { session: session.clone(), window, reconstructed: None, selectors };
+        let (session, frequencies) = (session.clone(), frequencies.clone());
+        self.sequences[to] = Sequence { session, window, reconstructed: None, selectors, frequencies };
         Ok(())
     }
 }

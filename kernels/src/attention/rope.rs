@@ -36,6 +36,7 @@ impl RopeBase {
 }
 
 /// Angular frequencies of a head's pairs.
+#[derive(Debug, Clone)]
 pub struct Frequencies(Vec<f64>);
 
 impl Frequencies {

@@ -11,7 +11,7 @@ use crate::policy::Registry;
 pub fn run(args: &Args, registry: &Registry, index: usize, sampling: Sampling, text: &Text) -> Result<(), Failure> {
     let OnCuda { runtime, opened } = args.model.open_on_cuda(index, registry)?;
     let prompt = args.prompt_tokens(text)?;
-    let setup = args.model.setup(&opened, 1, prompt.len() + args.max_new_tokens, false)?;
+    let setup = args.model.setup(&opened, 1, prompt.len().saturating_add(args.max_new_tokens), false)?;
     let there = DeviceModel::new(&opened.model, &runtime, &opened.arena)?;
     let eviction = args.model.eviction(&opened);
     eviction.map_or(Ok(()), |eviction| there.check(&eviction))?;

@@ -222,6 +222,9 @@ fn windows(fields: &Fields<'_>, family: Family, layers: usize) -> Result<Vec<Opt
     if fields.count("sliding_window_size")?.is_some_and(|again| Some(again) != stated) {
         return Err(fields.refuse("sliding_window_size", "it must be the same as sliding_window, or be left out"));
     }
+    if family == Family::Gemma2 && stated.is_none() && fields.has("sliding_window") {
+        return Err(fields.refuse("sliding_window", "a Gemma 2 has one in every other layer; leave it out for 4096"));
+    }
     let named = fields.texts("layer_types")?;
     let qwen = matches!(family, Family::Qwen2 | Family::Qwen3);
     let used = fields.flag("use_sliding_window")?;

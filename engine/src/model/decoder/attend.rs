@@ -225,10 +225,12 @@ impl Decoder<'_> {
     /// Where keys are rotated to positions inside the cache, rotates the queries of a layer as far as each list is short of
     /// the tokens that its sequence has seen.
     fn rotate_queries(&mut self, layer: usize, chunks: &[Chunk]) {
-        let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.rotates()) else { return };
         let config = &self.model.config;
         let (width, head_dim, group) = (config.q_width(), config.head_dim, config.q_heads / config.kv_heads);
         for chunk in chunks {
+            let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.rotates(chunk.sequence)) else {
+                continue;
+            };
             let rows = &mut self.buffers.q[chunk.row * width..][..chunk.tokens * width];
             for head in 0..config.q_heads {
                 let list = self.cache.list(layer * self.setup.batch + chunk.sequence, head / group);

@@ -137,7 +137,7 @@ impl Decoder<'_> {
                 let states: Vec<&[f32]> = rows.map(|row| &normed.data[row * normed.stride..][..hidden]).collect();
                 policy.carry_gates(self.cpu, &mut self.cache, (layer, sequence), &states)?;
             }
-            if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.rotates()) {
+            if let Some(rope) = self.evictor.as_ref().and_then(|evictor| evictor.rotates(chunk.sequence)) {
                 for head in 0..config.kv_heads {
                     let list = self.cache.list(sequence, head);
                     self.cache.rerotate_from(list, self.cache.lens()[list] - chunk.tokens, rope)?;

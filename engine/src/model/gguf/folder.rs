@@ -7,7 +7,7 @@
 
 use super::config::{ARCHITECTURES, ENDS};
 use super::sentencepiece::SPACE;
-use super::tokenizer::{BYTE, CONTROL, TEXT, UNKNOWN, UNUSED, USER_DEFINED, kinds_of_cuts, tokenizer_json};
+use super::tokenizer::{BYTE, CONTROL, NAME, TEXT, UNKNOWN, UNUSED, USER_DEFINED, kinds_of_cuts, tokenizer_json};
 use super::write::Keys;
 use crate::model::config::{Family, RopeScaling};
 use crate::model::{ChatTemplate, Config, ModelError, Text};
@@ -85,6 +85,16 @@ fn architecture(config: &Config) -> Result<Map<String, Value>, String> {
     Ok(map)
 }
 
+/// What the added tokens of a `tokenizer.json` take along of the text around them, where they do.
+fn taken_along(json: &Value) -> Vec<(u64, [bool; 3])> {
+    let added = json["added_tokens"].as_array().map_or(&[][..], Vec::as_slice).iter();
+    let flags = |token: &Value| ["lstrip", "rstrip", "single_word"].map(|flag| token[flag] == true);
+    let mut found: Vec<_> = added.map(|token| (token["id"].as_u64().unwrap_or(0), flags(token))).collect();
+    found.retain(|(_, flags)| flags.contains(&true));
+    found.sort_unstable();
+    found
+}
+
 fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, ModelError> {
     let path = folder.join("tokenizer.json");
     let wrong = |reason: &str| ModelError::Config { path: path.clone(), reason: reason.into() };
@@ -154,6 +164,17 @@ fn tokenizer(folder: &Path, config: &Config) -> Result<Map<String, Value>, Model
     }
     if let Some(template) = ChatTemplate::find(folder)? {
         map.insert("tokenizer.chat_template".into(), template.source().into());
+    }
+    let made = |map: &Map<String, Value>| tokenizer_json(map).map(|json| taken_along(&json)).unwrap_or_default();
+    map.insert("tokenizer.ggml.pre".into(), json!("default"));
+    if made(&map) != taken_along(&json) {
+        map.insert(NAME.into(), "Phi-3".into());
+        if config.family != Family::Phi3 || made(&map) != taken_along(&json) {
+            return Err(wrong(
+                "its added tokens take spaces along (lstrip, rstrip, single_word) as no GGUF file can say; formats of folders, as \
+                 int4, keep it as it is",
+            ));
+        }
     }
     let wanted = original.piece(PROBE)?;
     let ways: Vec<&str> = if in_pieces { vec!["default"] } else { kinds_of_cuts().collect() };

@@ -98,6 +98,8 @@ pub(super) const BYTE: u64 = 6;
 pub(super) struct Tokens<'t> {
     pub texts: Vec<&'t str>,
     kinds: Vec<u64>,
+    /// Marks take the spaces behind them along. Files do not say it; llama.cpp knows it of the model's name.
+    strips: bool,
 }
 
 impl<'t> Tokens<'t> {
@@ -110,7 +112,7 @@ impl<'t> Tokens<'t> {
             Err(_) => vec![TEXT; texts.len()],
         };
         match kinds.len() == texts.len() {
-            true => Ok(Tokens { texts, kinds }),
+            true => Ok(Tokens { texts, kinds, strips: is_phi3(metadata) }),
             false => Err("tokenizer.ggml.token_type has not one element for each token".into()),
         }
     }
@@ -123,11 +125,13 @@ impl<'t> Tokens<'t> {
     /// Tokens that are found in a text before it is cut, as `tokenizer.json` has them.
     pub fn added(&self) -> Vec<Value> {
         let all = self.texts.iter().zip(&self.kinds).enumerate();
-        let added = all.filter(|(_, (_, kind))| matches!(**kind, CONTROL | USER_DEFINED));
+        let added = all.filter(|(_, (_, kind))| matches!(**kind, CONTROL | USER_DEFINED | UNKNOWN));
         let added = added.map(|(id, (token, kind))| {
+            let is_mark = matches!(*kind, CONTROL | UNKNOWN);
+            let strips = self.strips && is_mark && !["<unk>", "<s>", "<|endoftext|>"].contains(token);
             json!({
-                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
-                "normalized": false, "special": *kind == CONTROL,
+                "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": strips,
+                "normalized": false, "special": is_mark,
             })
         });
         added.collect()
@@ -138,6 +142,15 @@ impl<'t> Tokens<'t> {
         self.texts.iter().enumerate().map(|(id, token)| ((*token).to_owned(), id.into())).collect()
     }
 }
+
+/// Whether a file says that its model is a Phi 3.
+fn is_phi3(metadata: &Map<String, Value>) -> bool {
+    let name = metadata.get(NAME).and_then(Value::as_str).unwrap_or_default().to_lowercase();
+    name.contains("phi-3") || name.contains("phi3")
+}
+
+/// The key of a model's name.
+pub(super) const NAME: &str = "general.name";
 
 fn list<'m>(metadata: &'m Map<String, Value>, name: &str) -> Result<&'m [Value], String> {
     let found = metadata.get(&format!("tokenizer.ggml.{name}")).and_then(Value::as_array);

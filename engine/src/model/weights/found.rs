@@ -255,6 +255,17 @@ impl<'a> Found<'a> {
             }
             Source::Gguf(gguf) => gguf.unknown(config, &self.taken),
         };
+        if let Source::Folder(files, tensors) = &self.source
+            && config.tied
+        {
+            let bytes = |name: &str| tensors.get(name).map(|(file, entry)| files[*file].bytes(entry.range.clone()));
+            let other = bytes("lm_head.weight").zip(bytes("model.embed_tokens.weight"));
+            if other.is_some_and(|(head, embedding)| head != embedding) {
+                let reason = "lm_head.weight is another matrix than model.embed_tokens.weight, although tie_word_embeddings is true; \
+                              make it false, or leave the tensor out";
+                return Err(self.wrong(&self.folder, reason.into()));
+            }
+        }
         unknown.map_or(Ok(()), |name| {
             let architecture = config.family.architecture();
             let reason = format!("tensor '{name}' is not part of a {architecture} as its configuration describes it");

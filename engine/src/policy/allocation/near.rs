@@ -53,7 +53,13 @@ pub fn attention_near(context: &Context<'_>, list: usize, near: Near, last: usiz
             }
         }
     }
-    if rows == 0 { 0.0 } else { mass / rows as f64 }
+    let [first, latest] = near.slots(context, list, skip);
+    match rows {
+        0 => 0.0,
+        // Everything is near: all of it, and not what rounding leaves, by which lists would be told apart.
+        _ if skip == 0 && first.end >= latest.start => 1.0,
+        _ => mass / rows as f64,
+    }
 }
 
 /// Gives the lists of a head new scores, so that the `count` best are the first tokens and the latest, whatever the

@@ -51,8 +51,8 @@ pub(in crate::experiment::measure) fn check(evicted: &Evicted<'_>, kept: &Kept, 
             late.read_bytes, late.all_bytes
         )));
     }
-    let is_bound = evicted.policy.is_some_and(|policy| policy.is_bound_by_budget());
     // A threshold may keep everything, or less than the budget allows.
+    let is_bound = evicted.policy.is_none_or(|policy| policy.layers.threshold().is_none());
     if evicted.evicted_tokens == 0 && is_bound {
         return Err(TrialError::Failed(format!(
             "the policy evicted nothing: a budget of {budget} against a context of {context} tokens"
