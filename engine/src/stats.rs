@@ -33,11 +33,25 @@ fn quantile_of(values: &mut [f64], fraction: f64) -> f64 {
 
 /// Bootstrap 95% interval of `statistic` over resamples of `0..count` (percentile method, ChaCha8, fixed seed).
 pub fn bootstrap(count: usize, mut statistic: impl FnMut(&[usize]) -> f64) -> (f64, f64) {
+    bootstrap_strata(&[count], |picked| statistic(&picked[0]))
+}
+
+/// The same over resamples of strata of so many samples each: the same ones of all where these are equally many, else of each its
+/// own.
+pub fn bootstrap_strata(counts: &[usize], mut statistic: impl FnMut(&[Vec<usize>]) -> f64) -> (f64, f64) {
     let mut rng = ChaCha8Rng::seed_from_u64(0);
-    let mut picked = vec![0; count];
+    let mut picked: Vec<Vec<usize>> = counts.iter().map(|&count| vec![0; count]).collect();
+    let alike = counts.windows(2).all(|pair| pair[0] == pair[1]);
     let results: Vec<f64> = (0..RESAMPLES)
         .map(|_| {
-            picked.iter_mut().for_each(|index| *index = rng.random_range(0..count));
+            for at in 0..picked.len() {
+                if alike && at > 0 {
+                    picked[at] = picked[0].clone();
+                    continue;
+                }
+                let count = counts[at];
+                picked[at].iter_mut().for_each(|index| *index = rng.random_range(0..count));
+            }
             statistic(&picked)
         })
         .collect();
@@ -207,13 +221,17 @@ pub fn holm(p: &[f64]) -> Vec<f64> {
 /// How often each contender is among the best, as a fraction of resamples; `scores` holds its lists of scores, the higher the
 /// better, one value for each sample of a stratum, in the same order for all.
 pub fn among_best(scores: &[Vec<Vec<f64>>]) -> Vec<f64> {
-    let count = scores.iter().flatten().map(|values| values.len()).min().unwrap_or(0);
+    // Contenders answered the same samples; where one lacks some, those that all have.
+    let strata = scores.iter().map(Vec::len).min().unwrap_or(0);
+    let least = |stratum: usize| scores.iter().map(|lists| lists[stratum].len()).min().unwrap_or(0);
+    let counts: Vec<usize> = (0..strata).map(least).collect();
     let mut wins = vec![0usize; scores.len()];
-    if count > 0 {
-        let total = |lists: &Vec<Vec<f64>>, picked: &[usize]| {
-            lists.iter().map(|values| picked.iter().map(|&at| values[at]).sum::<f64>()).sum::<f64>()
+    if !counts.is_empty() && !counts.contains(&0) {
+        let total = |lists: &Vec<Vec<f64>>, picked: &[Vec<usize>]| {
+            let of_list = |(values, picked): (&Vec<f64>, &Vec<usize>)| picked.iter().map(|&at| values[at]).sum::<f64>();
+            lists.iter().zip(picked).map(of_list).sum::<f64>()
         };
-        bootstrap(count, |picked| {
+        bootstrap_strata(&counts, |picked| {
             let totals: Vec<f64> = scores.iter().map(|lists| total(lists, picked)).collect();
             let best = totals.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             // Sums in other orders differ by roundings.
@@ -353,6 +371,9 @@ mod tests {
         );
         let contenders = |lists: &[&Vec<f64>]| lists.iter().map(|&list| vec![list.clone()]).collect::<Vec<_>>();
         assert_eq!(among_best(&contenders(&[&all, &half])), [1.0, 0.0]);
+        // Of two texts one has fewer pieces: all pieces of the other count.
+        let [less, more] = [[vec![1.0; 2], vec![0.0; 8]], [vec![0.0; 2], vec![1.0; 8]]];
+        assert_eq!(among_best(&[more.to_vec(), less.to_vec()]), [1.0, 0.0]);
         assert_eq!(among_best(&contenders(&[&all, &all, &half])), [1.0, 1.0, 0.0]);
         let unsure = among_best(&contenders(&[&half, &other]));
         assert!(unsure.iter().all(|share| (0.35..0.75).contains(share)), "{unsure:?}");

@@ -4,8 +4,9 @@ use super::failure::Failure;
 use super::{Compute, output, read_text};
 use crate::anatomy::{Anatomy, FIRST, LAST, MASS, Retrieval, anatomy, retrieval};
 use crate::memory::Arena;
-use crate::model::{Model, Text, locate};
+use crate::model::{Config, Model, Text, locate};
 use crate::report;
+use crate::stats::quantile;
 use crate::task::{Draw, generate, task};
 use crate::units;
 use serde::Serialize;
@@ -91,6 +92,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let json = args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path));
     output::check_files(&reads, &json.into_iter().collect::<Vec<_>>())?;
     let folder = locate(&args.model)?;
+    let most = Config::read(&folder)?.most_tokens();
+    // Needles are of that length whatever the text's.
+    if args.tokens > most {
+        return Err(Failure::usage(format!("--tokens is {}; the model was made for at most {most}", args.tokens)));
+    }
     let text = Text::open(&folder)?;
     let content = match &args.text {
         Some(path) => read_text(path)?,
@@ -105,11 +111,6 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
     let arena = Arena::with_limit(args.compute.limit_bytes());
     let model = Model::open(&folder, &arena)?;
-    // Needles are of that length whatever the text's.
-    let most = model.config.most_tokens();
-    if args.tokens > most {
-        return Err(Failure::usage(format!("--tokens is {}; the model was made for at most {most}", args.tokens)));
-    }
     let found = anatomy(&model, &tokens, &cpu, &arena)?;
     let copied = retrieval(&model, &text, (args.tokens, args.needles), &cpu, &arena)?;
     let name = args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy();
@@ -125,10 +126,7 @@ fn summed_up(args: &Args, found: &Anatomy, copied: &Retrieval) -> Report {
     let heads: Vec<_> = found.heads.iter().flatten().collect();
     let kv_heads: Vec<_> = found.kv_heads.iter().flatten().collect();
     let fraction = |count: usize| count as f64 / heads.len() as f64;
-    let median = |mut values: Vec<f64>| {
-        values.sort_unstable_by(f64::total_cmp);
-        values[values.len() / 2]
-    };
+    let median = |values: Vec<f64>| quantile(&values, 0.5);
     let best = copied.heads();
     Report {
         model: args.model.clone(),

@@ -1,7 +1,7 @@
 //! What a model answered: the part of a record that only `eval` has.
 
 use crate::memories::Modes;
-use crate::stats::{bootstrap, difference, wilson};
+use crate::stats::{bootstrap, difference, quantile, wilson};
 use serde::{Deserialize, Serialize};
 
 /// A mean over samples, with a 95% interval over them.
@@ -63,10 +63,9 @@ pub struct Spread {
 
 impl Spread {
     /// Of these; `None` without any.
-    pub fn of(mut values: Vec<f64>) -> Option<Self> {
-        values.sort_by(f64::total_cmp);
-        let at = |share: f64| values.get((share * (values.len() as f64 - 1.0)).round() as usize).copied();
-        Some(Spread { median: at(0.5)?, p99: at(0.99)?, max: at(1.0)? })
+    pub fn of(values: &[f64]) -> Option<Self> {
+        let at = |share| quantile(values, share);
+        (!values.is_empty()).then(|| Spread { median: at(0.5), p99: at(0.99), max: at(1.0) })
     }
 }
 

@@ -12,7 +12,7 @@ use super::text;
 use crate::experiment::answers::Estimate;
 use crate::experiment::weights::OtherWeights;
 use crate::memory::Label;
-use crate::stats::unbounded_difference;
+use crate::stats::{quantile, unbounded_difference};
 use crate::units;
 
 /// Byte budgets of the table of the cache, as parts of the full cache of plain elements.
@@ -250,7 +250,7 @@ pub fn findings(pools: &[Pool], protocol: &str) -> Vec<String> {
             "eval{protocol}: {what} together have {least:.2} to {most:.2} times the KL that both have alone, added up \
              (median {:.2}, {} pairs); beyond the 95% interval of the paired samples it is more in {more} and less in \
              {less}.",
-            ratios[ratios.len() / 2],
+            quantile(&ratios, 0.5),
             ratios.len(),
         ))
     });

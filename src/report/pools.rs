@@ -9,7 +9,7 @@ use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
-use crate::stats::bootstrap;
+use crate::stats::bootstrap_strata;
 use std::collections::BTreeMap;
 
 /// One policy and budget over all tasks (and seeds) that were asked.
@@ -242,15 +242,19 @@ impl Pool<'_> {
         self.records.iter().map(|record| record.cell_id.clone()).collect()
     }
 
+    /// Mean over the samples of all lists, and its interval: of two texts each piece counts alike.
     fn over(&self, read: impl Fn(&Answers) -> &Vec<f64>) -> Option<Estimate> {
         let lists: Vec<&Vec<f64>> = self.records.iter().filter_map(|record| Some(read(answers(record)?))).collect();
-        let count = lists.iter().map(|values| values.len()).min().filter(|count| *count > 0)?;
-        let of_picked = |values: &Vec<f64>, picked: &[usize]| {
-            picked.iter().map(|&index| values[index]).sum::<f64>() / picked.len() as f64
+        let counts: Vec<usize> = lists.iter().map(|values| values.len()).collect();
+        let all = counts.iter().sum::<usize>();
+        (all > 0 && !counts.contains(&0)).then_some(())?;
+        let mean_over = |picked: &[Vec<usize>]| {
+            let of_list =
+                |(values, picked): (&&Vec<f64>, &Vec<usize>)| picked.iter().map(|&at| values[at]).sum::<f64>();
+            lists.iter().zip(picked).map(of_list).sum::<f64>() / all as f64
         };
-        let mean_over =
-            |picked: &[usize]| lists.iter().map(|values| of_picked(values, picked)).sum::<f64>() / lists.len() as f64;
-        let (ci95_low, ci95_high) = bootstrap(count, mean_over);
-        Some(Estimate { mean: mean_over(&(0..count).collect::<Vec<_>>()), ci95_low, ci95_high })
+        let (ci95_low, ci95_high) = bootstrap_strata(&counts, mean_over);
+        let whole: Vec<Vec<usize>> = counts.iter().map(|&count| (0..count).collect()).collect();
+        Some(Estimate { mean: mean_over(&whole), ci95_low, ci95_high })
     }
 }

@@ -555,7 +555,7 @@ pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record
         accuracy: Some(accuracy),
         accuracy_difference: Some(estimate(accuracy.mean - 1.0)),
         kl_nats: estimate(lost / 3.0),
-        kl_of_tokens: Spread::of(vec![lost / 6.0, lost / 3.0, lost]),
+        kl_of_tokens: Spread::of(&[lost / 6.0, lost / 3.0, lost]),
         top1_agreement: estimate(1.0 - lost / 2.0),
         nll_nats: estimate(0.5 + lost),
         nll_difference_nats: estimate(lost),

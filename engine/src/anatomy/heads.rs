@@ -4,6 +4,7 @@ use crate::attention::few::group_logits;
 use crate::attention::{DenseKv, Forward, Shape};
 use crate::device::Cpu;
 use crate::model::{Model, params};
+use crate::stats::quantile;
 use crate::tensor::TensorView;
 use rayon::prelude::*;
 use serde::Serialize;
@@ -134,10 +135,9 @@ pub(super) fn kv_heads(layer: usize, k: &TensorView<'_>, v: &TensorView<'_>) -> 
             tensor.read_rows(layer, head, token, &mut row);
             row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt()
         };
-        let mut norms: Vec<f64> = (0..tokens).map(norm).collect();
+        let norms: Vec<f64> = (0..tokens).map(norm).collect();
         let first = norms[..FIRST.min(tokens)].iter().sum::<f64>() / FIRST.min(tokens) as f64;
-        norms.sort_unstable_by(f64::total_cmp);
-        first / norms[tokens / 2]
+        first / quantile(&norms, 0.5)
     };
     let head = |head| KvHead { first_key_norm: first_norm(k, head), first_value_norm: first_norm(v, head) };
     (0..k.dims()[1]).map(head).collect()

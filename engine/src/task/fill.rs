@@ -61,6 +61,16 @@ impl Draw {
 /// A sample that cannot be had.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TaskError {
+    /// A task that cannot be that long.
+    #[error("the task '{task}' has at most {most_tokens} tokens, with this tokenizer; {target_tokens} were asked for")]
+    TooLong {
+        /// The task.
+        task: String,
+        /// Asked for.
+        target_tokens: usize,
+        /// As long as it gets.
+        most_tokens: usize,
+    },
     /// The context is too short.
     #[error("{target_tokens} tokens are too few for the task '{task}'; with this tokenizer it needs {least_tokens}")]
     TooShort {
@@ -151,6 +161,11 @@ pub fn generate(
             Some(sample) => (low, best) = (middle, sample),
             None => high = middle,
         }
+    }
+    // Not the next unit is too long, there is none: a shorter context must not pass for one as long as was asked for.
+    let most_tokens = length_tokens(&best, tokens);
+    if 10 * most_tokens < 9 * target_tokens && task.write(high, draw).is_none() {
+        return Err(TaskError::TooLong { task: name.into(), target_tokens, most_tokens });
     }
     for question in &best.questions {
         for piece in [&question.text, &question.answer_prefix, &question.expected] {

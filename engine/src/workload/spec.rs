@@ -105,7 +105,7 @@ impl Default for SyntheticSpec {
 }
 
 impl SyntheticSpec {
-    /// As SmolLM2-135M-Instruct attends to 2048 tokens of English prose: `docs/workload.md` says what was measured and by which
+    /// As SmolLM2-135M-Instruct attends to 2048 tokens of documentation: `docs/workload.md` says what was measured and by which
     /// commands.
     pub fn smollm2() -> Self {
         SyntheticSpec {

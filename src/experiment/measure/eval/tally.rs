@@ -125,15 +125,15 @@ impl Tally {
         let held = self.contexts().map(|(_, _, held)| held as f64).sum::<f64>() / self.lists as f64;
         let live = self.contexts().map(|(_, bytes, _)| bytes as f64).sum::<f64>();
         let read = samples.iter().flat_map(|sample| &sample.kv_bytes_read).map(|&bytes| bytes as f64).sum::<f64>();
+        let of_tokens = samples.iter().flat_map(|sample| &sample.answers).flat_map(|answer| answer.kl_nats.clone());
+        let kl_of_tokens: Vec<f64> = of_tokens.collect();
         let answers = Answers {
             samples: samples.len(),
             questions,
             accuracy: scores.as_ref().and_then(|scores| Estimate::of_shares(&[scores])),
             accuracy_difference: differences.and_then(Estimate::of_differences),
             kl_nats: over(&kl_nats)?,
-            kl_of_tokens: Some(Spread::of(
-                samples.iter().flat_map(|sample| &sample.answers).flat_map(|answer| answer.kl_nats.clone()).collect(),
-            )?),
+            kl_of_tokens: Some(Spread::of(&kl_of_tokens)?),
             top1_agreement: share(&|sample| sample.per_token(|answer| answer.agreed as f64))?,
             nll_nats: over(&nll_nats)?,
             nll_difference_nats: over(&|sample| sample.per_token(|answer| answer.nll_nats - answer.full_nll_nats))?,
