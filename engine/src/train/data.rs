@@ -293,7 +293,7 @@ impl<'a> Data<'a> {
     }
 
     /// `count` pieces of `len` tokens of the text that no step reads, if there is one; every token is a target. There are as many
-    /// by [`Data::check`].
+    /// by what is checked before the first step.
     pub fn held_out_text(&self, count: usize, len: usize) -> Option<Batch> {
         let text = self.text.as_ref()?;
         let (begin, pieces) = (self.vocabulary.begin().len(), text.pieces(len + 1));
