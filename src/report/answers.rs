@@ -2,7 +2,7 @@
 
 use super::SPARSE;
 use super::leaderboard::{self, protocol};
-use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, SEED, TASK};
+use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES, SEED, TASK, TEXT};
 use super::pools::answers;
 use super::summary::{marked, status};
 use super::table::{Table, lines, wrapped};
@@ -11,7 +11,7 @@ use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::record::{Record, Status};
 use crate::units;
 use minijinja::{Value, context};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The tables of `summary.md` and of the terminal.
 pub fn tables(records: &[&Record]) -> String {
@@ -78,7 +78,12 @@ fn columns(records: &[&Record]) -> Vec<Column> {
 
 /// The cells of one task.
 fn of_task(records: &[&Record]) -> String {
-    let naming = Naming::over(records, &[KERNEL, TASK, CONTEXT, SAMPLES, SEED]);
+    let texts: BTreeSet<_> = records.iter().filter_map(|record| record.cell.text.as_ref()).collect();
+    let told: &[_] = match texts.len() {
+        0 | 1 => &[KERNEL, TASK, CONTEXT, SAMPLES, SEED],
+        _ => &[KERNEL, TASK, CONTEXT, SAMPLES, SEED, TEXT],
+    };
+    let naming = Naming::over(records, told);
     let shown = columns(records);
     let headings: Vec<String> =
         ["policy", "budget"].into_iter().chain(shown.iter().map(|column| column.heading)).map(String::from).collect();

@@ -42,12 +42,11 @@ const LAYERS: Dimension = |record| match record.cell.layers {
 };
 /// The task of an evaluation.
 pub const TASK: Dimension = |record| record.cell.task.clone().unwrap_or_default();
-/// Samples of an evaluation: of a text no more than it has pieces.
-pub const SAMPLES: Dimension = |record| {
-    let had = record.answers.as_ref().filter(|_| record.cell.text.is_some()).map(|answers| answers.samples);
-    had.or(record.cell.samples).map_or(String::new(), |samples| format!("{samples} samples"))
-};
-const TEXT: Dimension = |record| {
+/// Samples of an evaluation.
+pub const SAMPLES: Dimension =
+    |record| record.cell.samples.map_or(String::new(), |samples| format!("{samples} samples"));
+/// The text that goes on, for tables in which several are told apart.
+pub const TEXT: Dimension = |record| {
     let text = record.cell.text.as_deref().unwrap_or_default();
     text.rsplit('/').next().unwrap_or_default().into()
 };
@@ -137,9 +136,6 @@ impl Naming {
         let elsewhere = |cell: &Cell| Cell { workload_hash: String::new(), ..cell.clone() }.id();
         if compete(records, |cell| (elsewhere(cell), &cell.workload_hash)) {
             all.push(WORKLOAD);
-        }
-        if records.iter().filter_map(|record| record.cell.text.as_ref()).collect::<BTreeSet<_>>().len() > 1 {
-            all.push(TEXT);
         }
         // Which file it is, a policy says itself, unless the file has changed.
         if compete(records, |cell| (cell.policy.as_deref().unwrap_or_default(), &cell.policy_file_hash)) {

@@ -227,7 +227,7 @@ impl Pool<'_> {
         self.independent(|answers| &answers.sample_kl_nats)
     }
 
-    /// Mean divergence over tasks, likewise.
+    /// Mean divergence over the samples of all tasks or texts.
     pub fn kl_nats(&self) -> Option<Estimate> {
         self.over(|answers| &answers.sample_kl_nats)
     }
@@ -244,13 +244,12 @@ impl Pool<'_> {
 
     /// Mean over the samples of all lists, and its interval: of two texts each piece counts alike.
     fn over(&self, read: impl Fn(&Answers) -> &Vec<f64>) -> Option<Estimate> {
-        let lists: Vec<&Vec<f64>> = self.records.iter().filter_map(|record| Some(read(answers(record)?))).collect();
+        let lists = self.independent(read);
         let counts: Vec<usize> = lists.iter().map(|values| values.len()).collect();
         let all = counts.iter().sum::<usize>();
         (all > 0 && !counts.contains(&0)).then_some(())?;
         let mean_over = |picked: &[Vec<usize>]| {
-            let of_list =
-                |(values, picked): (&&Vec<f64>, &Vec<usize>)| picked.iter().map(|&at| values[at]).sum::<f64>();
+            let of_list = |(values, picked): (&Vec<f64>, &Vec<usize>)| picked.iter().map(|&at| values[at]).sum::<f64>();
             lists.iter().zip(picked).map(of_list).sum::<f64>() / all as f64
         };
         let (ci95_low, ci95_high) = bootstrap_strata(&counts, mean_over);

@@ -161,6 +161,11 @@ fn marks_of_a_phi_3_take_spaces_along() {
     let (phi, other) = (of("Phi 3 or phi3 mini"), of("Llama"));
     assert_eq!(phi.tokens(apart).unwrap(), phi.tokens(together).unwrap());
     assert_ne!(other.tokens(apart).unwrap(), other.tokens(together).unwrap());
+    // Whatever kind of an added token it is.
+    let own = fixture["tokens"][3].as_str().unwrap();
+    let [apart, together] = [format!("a{own}  b"), format!("a{own}b")];
+    assert_eq!(phi.tokens(&apart).unwrap(), phi.tokens(&together).unwrap());
+    assert_ne!(other.tokens(&apart).unwrap(), other.tokens(&together).unwrap());
     assert_ne!(phi.tokens("a<s> b").unwrap(), phi.tokens("a<s>b").unwrap());
     // What is not known has a token of its own, which texts may hold.
     let unknown = other.tokens("<unk>").unwrap();

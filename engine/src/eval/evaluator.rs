@@ -246,7 +246,7 @@ impl<'a> Evaluator<'a> {
         let answer = |(asked, full): (&Asked, &Given)| {
             let given = self.ask(EVICTED, asked, most_tokens(asked))?;
             // A text is not answered: its own tokens are what follows.
-            read_bytes += self.decoder.step_kv_bytes(if given.written.len() > 1 { ASKED } else { FORCED });
+            read_bytes += self.decoder.step_kv_bytes(if asked.question.is_some() { ASKED } else { FORCED });
             Ok(self.compare(asked, full, given))
         };
         let answers = prompt.asked.iter().zip(full).map(answer).collect::<Result<_, EvalError>>()?;

@@ -111,6 +111,9 @@ pub fn prompts(
             TaskError::TooShort { task, least_tokens, .. } => {
                 TaskError::TooShort { task, target_tokens: context_tokens, least_tokens: least_tokens + around }
             }
+            TaskError::TooLong { task, most_tokens, .. } => {
+                TaskError::TooLong { task, target_tokens: context_tokens, most_tokens: most_tokens + around }
+            }
             error => error,
         })?;
     let context = [&frame.before[..], &text.encode(&written.context)].concat();

@@ -221,8 +221,12 @@ impl ChatTemplate {
 /// Plain JSON as Python writes it; Jinja's own is made safe for HTML.
 fn json(value: Data, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
-    // Whether letters are escaped and keys sorted: not and no, as `transformers` has it.
-    let _: (Option<bool>, Option<bool>) = (options.get("ensure_ascii")?, options.get("sort_keys")?);
+    for option in ["ensure_ascii", "sort_keys"] {
+        if options.get::<Option<bool>>(option)? == Some(true) {
+            let reason = format!("tojson with {option}=true is not understood");
+            return Err(Error::new(ErrorKind::InvalidOperation, reason));
+        }
+    }
     options.assert_all_used()?;
     let mut bytes = Vec::new();
     let written = match indent {

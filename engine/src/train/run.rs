@@ -321,8 +321,8 @@ impl<'a> Trainer<'a> {
             "sent_bytes": self.sent_bytes,
         });
         let of_ranks = comm.gather_texts(note.to_string().into_bytes())?;
-        let is_other = |last: &Value| ["length_tokens", "sequences"].iter().any(|key| last[*key] != note[*key]);
-        if self.memory.last().is_none_or(is_other) {
+        let is_same = |noted: &Value| ["length_tokens", "sequences"].iter().all(|key| noted[*key] == note[*key]);
+        if !self.memory.iter().any(is_same) {
             let read = |text: &Vec<u8>| serde_json::from_slice::<Value>(text).expect("written by the same build");
             self.memory.extend(of_ranks.iter().map(read));
         }

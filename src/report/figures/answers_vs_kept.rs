@@ -64,7 +64,7 @@ fn kept_fraction(pool: &Pool<'_>) -> f64 {
 fn budget_of_all(pool: &Pool<'_>) -> Option<f64> {
     let budget: f64 = pool.budget.parse().ok()?;
     let context_tokens = pool.records[0].cell.context_tokens as f64;
-    let fraction = if budget < 1.0 { budget } else { budget / context_tokens };
+    let fraction = if budget <= 1.0 { budget } else { budget / context_tokens };
     (pool.mean(|answers| answers.kept_fraction) >= 1.0 && fraction < 1.0).then_some(fraction)
 }
 

@@ -369,3 +369,31 @@ fn a_longer_context_of_another_measure_takes_no_sentence_away() {
     records.push(samples::answered(1 << 20, "passkey", "snapkv", 0.5));
     assert_eq!((before.is_empty(), evictions(&records)), (false, before.clone()));
 }
+
+/// Two texts of one run are one comparison, in which each piece counts once, however many of either there are and under whatever
+/// seeds.
+#[test]
+fn pieces_of_two_texts_count_alike() {
+    let of = |text: &str, pieces: usize, seed: u64| -> Vec<Record> {
+        let records = samples::formats().records.into_iter().filter(|record| record.cell.kv_format.is_none());
+        let of_text = |record: Record| {
+            let mut record = with_cell(record, |cell| (cell.text, cell.seed) = (Some(text.into()), seed));
+            let answers = record.answers.as_mut().unwrap();
+            (answers.samples, answers.sample_kl_nats) = (pieces, vec![if pieces < 5 { 0.2 } else { 0.4 }; pieces]);
+            record
+        };
+        records.map(of_text).collect()
+    };
+    for seeds in 1..3 {
+        let all: Vec<Record> =
+            (0..seeds).flat_map(|seed| [of("a.txt", 2, seed), of("b.txt", 8, seed)].concat()).collect();
+        let records: Vec<&Record> = all.iter().collect();
+        let (pools, _) = pools::pools(&records);
+        assert!(!pools.is_empty());
+        for pool in &pools {
+            let found = pool.kl_nats().unwrap();
+            assert!((found.mean - 0.36).abs() < 1e-12, "{}: {found:?}", pool.name);
+            assert_eq!(pool.all_samples(), 10, "{}", pool.name);
+        }
+    }
+}

@@ -128,7 +128,7 @@ impl<'t> Tokens<'t> {
         let added = all.filter(|(_, (_, kind))| matches!(**kind, CONTROL | USER_DEFINED | UNKNOWN));
         let added = added.map(|(id, (token, kind))| {
             let is_mark = matches!(*kind, CONTROL | UNKNOWN);
-            let strips = self.strips && is_mark && !["<unk>", "<s>", "<|endoftext|>"].contains(token);
+            let strips = self.strips && !["<unk>", "<s>", "<|endoftext|>"].contains(token);
             json!({
                 "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": strips,
                 "normalized": false, "special": is_mark,
