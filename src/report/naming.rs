@@ -145,6 +145,13 @@ impl Naming {
         let (differ, common): (Vec<_>, Vec<_>) = all.into_iter().partition(|dimension| values(dimension).len() > 1);
         let mut common: Vec<String> = common.iter().flat_map(values).filter(|text| !text.is_empty()).collect();
         common.retain(|text| text != "B 1");
+        // A text may have fewer pieces than were asked for.
+        let pieces = records.iter().filter_map(|record| record.answers.as_ref()).map(|answers| answers.samples).max();
+        let is_less = |record: &&Record| record.cell.text.is_some() && record.cell.samples > pieces;
+        if let Some(had) = pieces.filter(|_| records.iter().all(is_less)) {
+            let stated = common.iter_mut().find(|text| **text == SAMPLES(records[0]));
+            stated.into_iter().for_each(|text| *text = format!("{had} samples, all of the text"));
+        }
         // Beside a policy the name of a protocol is enough, alone it is not.
         if let Some(protocol) = common.iter_mut().find(|text| Protocol::ALL.iter().any(|known| known.name() == **text))
         {
