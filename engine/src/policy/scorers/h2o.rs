@@ -2,7 +2,8 @@
 //!
 //! The score is the sum over all queries of the attention a token received, averaged over the query heads of its
 //! group. The window defaults to half of the budget, as in the authors' code (`heavy_ratio = recent_ratio`). An old
-//! token was seen by more queries than a young one; with `age` the sum is divided by their number. That alone, after
+//! token was seen by more queries than a young one; with `age` the sum is divided by their number, all that came behind it: also
+//! where a sliding window hid it from most of them. That alone, after
 //! prefill and without a window, is kvpress's observed attention.
 
 use crate::named::Parameter;
@@ -60,10 +61,8 @@ impl Scorer for H2o {
         scores.copy_from_slice(context.accumulated.ok_or(missing)?);
         if self.age {
             each_list(context, scores, &mut [], |list: &List<'_>, scores, _| {
-                // Behind a sliding window nothing looks at it any more.
-                let most = context.call.params.window.unwrap_or(usize::MAX);
                 for (slot, score) in scores.iter_mut().enumerate() {
-                    *score /= (context.seen_tokens - list.position(slot)).min(most) as f32;
+                    *score /= (context.seen_tokens - list.position(slot)) as f32;
                 }
             });
         }
