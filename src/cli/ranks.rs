@@ -77,14 +77,14 @@ fn over_mpi(
 ) -> Result<(), Failure> {
     use crate::ranks::mpi;
     let comm = mpi::start()?;
-    // Processes of one node share its cores and, where no limit was asked for, its memory. What a launcher has bound is theirs.
+    // Processes of one node share its cores and its memory. What a launcher has bound is theirs.
     let local = ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"];
     let local = local.iter().find_map(|name| std::env::var(name).ok()?.parse().ok()).unwrap_or(1).max(1);
     let all = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let all = all.lines().filter(|line| line.starts_with("processor")).count();
     let share = |bound: usize| if all == 0 { bound } else { bound.min((all / local).max(1)) };
     let threads = |bound: usize| compute.threads.unwrap_or(share(bound));
-    let limit_bytes = compute.limit_memory.unwrap_or(compute.limit_bytes() / local as u64);
+    let limit_bytes = compute.limit_bytes() / local as u64;
     let cpu = compute.cpu().and_then(|cpu| Ok(Cpu::new(Some(threads(cpu.threads())))?));
     let done = cpu.and_then(|cpu| on_rank(&comm, &cpu, limit_bytes, &work));
     done.or_else(|failure| {

@@ -153,7 +153,7 @@ impl Way<'_> {
                 output::print(&estimate::table(&cells, &others, self.registry, timing, engine, limit_bytes))?;
                 continue;
             }
-            let seconds = self.announce(experiment, engine);
+            let seconds = self.announce(experiment, engine, limit_bytes);
             let options = Options {
                 out: self.out.into(),
                 resume: self.resume,
@@ -194,12 +194,12 @@ impl Way<'_> {
 
     /// Says what evaluations will run and how long they will take, and returns that of each cell by its id; what an earlier
     /// run did of them is not known yet.
-    fn announce(&self, experiment: &Experiment, engine: Engine<'_>) -> BTreeMap<String, f64> {
+    fn announce(&self, experiment: &Experiment, engine: Engine<'_>, limit_bytes: u64) -> BTreeMap<String, f64> {
         if self.resume || self.join || self.shard.is_some() {
             return BTreeMap::new();
         }
         let cells: Vec<&Cell> = experiment.in_comparisons().collect();
-        let seconds = estimate::of_comparisons(&cells, self.registry, engine);
+        let seconds = estimate::of_comparisons(&cells, self.registry, engine, limit_bytes);
         if !seconds.is_empty() {
             eprintln!(
                 "{}: {} cells, about {}",

@@ -5,9 +5,11 @@ use super::weights::OtherWeights;
 use crate::attention::{Params, Shape};
 use crate::eval::Protocol;
 use crate::format::{KvFormat, RowFormat};
+use crate::model::BUILTIN;
 use crate::tensor::DType;
 use crate::workload::Knobs;
 use serde::{Deserialize, Deserializer, Serialize};
+use std::path::Path;
 
 /// Where a cell runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -34,6 +36,9 @@ impl Device {
         *self == Device::Cpu
     }
 }
+
+/// Elements of a head where a grid does not say.
+pub const HEAD_DIM: usize = 64;
 
 fn one() -> usize {
     1
@@ -296,6 +301,11 @@ impl Cell {
 
     /// A short name for progress bars and tables.
     pub fn label(&self) -> String {
+        let seed = if self.seed == 0 { String::new() } else { format!(" seed {}", self.seed) };
+        self.label_of_any_seed() + &seed
+    }
+
+    fn label_of_any_seed(&self) -> String {
         if let (Some(strategy), Some(trace)) = (&self.strategy, &self.trace) {
             return format!("{} {strategy} {trace}", self.measure.name());
         }
@@ -327,8 +337,12 @@ impl Cell {
                 "" | "tiled" => String::new(),
                 kernel => format!(" {kernel}"),
             };
+            let model = self.model.as_deref().filter(|&model| model != BUILTIN).map_or(String::new(), |model| {
+                let name = Path::new(model).file_stem().map_or(model.into(), |name| name.to_string_lossy());
+                format!(" {name}")
+            });
             return format!(
-                "{measure}{kernel} {task}{protocol}{policy}{weights}{activations}{format} {tokens}{device}"
+                "{measure}{model}{kernel} {task}{protocol}{policy}{weights}{activations}{format} {tokens}{device}"
             );
         }
         let pages = match self.page_tokens {
@@ -339,7 +353,8 @@ impl Cell {
         let knobs = self.knobs.as_ref().map_or(String::new(), |knobs| format!(" ({knobs})"));
         let ranks = self.ranks.as_ref().map_or(String::new(), |ranks| format!(" {ranks}"));
         let many = |count: usize, what: &str| if count > 1 { format!(" {what} {count}") } else { String::new() };
-        let shape = many(self.batch, "batch") + &many(self.layers, "layers");
+        let dim = if self.head_dim == HEAD_DIM { String::new() } else { format!(" D {}", self.head_dim) };
+        let shape = dim + &many(self.batch, "batch") + &many(self.layers, "layers");
         let causal = if self.causal { "" } else { " not causal" };
         let window = self.window.map_or(String::new(), |window| format!(" window {window}"));
         let softcap = self.softcap.map_or(String::new(), |cap| format!(" soft-cap {cap}"));

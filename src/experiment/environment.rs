@@ -16,9 +16,10 @@ pub fn revision() -> String {
 pub fn worker() -> Worker {
     let slurm = |name: &str| std::env::var(format!("SLURM_{name}")).ok();
     let of_array = || Some(format!("{}_{}", slurm("ARRAY_JOB_ID")?, slurm("ARRAY_TASK_ID")?));
-    let task = of_array().or_else(|| slurm("JOB_ID")).unwrap_or_else(|| std::process::id().to_string());
+    let process = std::process::id();
+    let task = of_array().or_else(|| slurm("JOB_ID")).unwrap_or_else(|| process.to_string());
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string();
-    Worker { task, host, cpu: CpuInfo::probe().model }
+    Worker { task, process, host, cpu: CpuInfo::probe().model }
 }
 
 /// The environment as one JSON object.

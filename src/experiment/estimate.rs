@@ -2,8 +2,8 @@
 
 use super::cell::Cell;
 use super::engine::Engine;
-use super::measure::{Implementation, Measure, Prepared};
-use super::runner::comparisons;
+use super::measure::{Implementation, Measure, Prepared, Stage};
+use super::runner::{LEAST_SAMPLES, comparisons};
 use super::spec::Timing;
 use crate::attention::{DenseKv, Forward, Kernel, Outputs, Params, Shape, Tiled, kernel};
 use crate::device::Cpu;
@@ -13,6 +13,7 @@ use crate::tensor::{DType, Tensor};
 use crate::units;
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::path::Path;
 use std::time::Instant;
 
 /// Bytes per second at which fresh memory is taken and inputs are copied: a rough figure, it only rounds estimates.
@@ -62,19 +63,20 @@ impl Rates {
         let masked = if prepared.cell.kernel == "naive" && prepared.cell.causal { 2.0 } else { 1.0 };
         let work = flops_s * masked * work.passes + reads_s * work.reads;
         let trial = work + predicted_bytes as f64 / FRESH_BYTES_PER_S;
-        let rounds = (timing.cap_s / trial).clamp(1.0, timing.min_rounds.min(timing.max_rounds) as f64 + 2.0);
-        trial * (rounds + timing.warmups as f64)
+        let rounds = timing.min_rounds.min(timing.max_rounds) as f64;
+        // Samples that are taken however long they take, and the checked trial before them.
+        let least = rounds.min(LEAST_SAMPLES as f64);
+        trial * ((timing.cap_s / trial).clamp(least, rounds + 2.0) + timing.warmups.max(1) as f64)
     }
 }
 
 /// Seconds that each comparison will take; `None` where nothing takes long, or does not run on this engine.
-fn seconds(comparisons: &[Vec<&Cell>], registry: &Registry, engine: Engine<'_>) -> Vec<Option<f64>> {
-    let mut all = Vec::new();
+fn seconds(comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Vec<Option<f64>> {
+    let (engine, mut all) = (stage.engine, Vec::new());
     for of_measure in comparisons.chunk_by(|a, b| a[0].measure == b[0].measure) {
         let measure = of_measure[0][0].measure.comparisons();
-        let cpu = engine.for_models().ok();
-        let runs = measure.filter(|measure| measure.refusal(engine.device()).is_none()).zip(cpu);
-        match runs.and_then(|(measure, cpu)| measure.seconds(of_measure, registry, cpu)) {
+        let runs = measure.filter(|measure| measure.refusal(engine.device()).is_none());
+        match runs.and_then(|measure| measure.seconds(of_measure, stage)) {
             Some(seconds) => all.extend(seconds.into_iter().map(Some)),
             None => all.extend(of_measure.iter().map(|_| None)),
         }
@@ -82,10 +84,17 @@ fn seconds(comparisons: &[Vec<&Cell>], registry: &Registry, engine: Engine<'_>) 
     all
 }
 
-/// Seconds that each of the cells which run in comparisons will take, by its id; nothing where that is not worth a word.
-pub fn of_comparisons(cells: &[&Cell], registry: &Registry, engine: Engine<'_>) -> BTreeMap<String, f64> {
+/// Seconds that each of the cells which run in comparisons will take, by its id, tried within `limit_bytes`; nothing where that is
+/// not worth a word.
+pub fn of_comparisons(
+    cells: &[&Cell],
+    registry: &Registry,
+    engine: Engine<'_>,
+    limit_bytes: u64,
+) -> BTreeMap<String, f64> {
     let comparisons = comparisons(cells.iter().copied());
-    let seconds = seconds(&comparisons, registry, engine);
+    let stage = Stage { registry, engine, limit_bytes, folder: Path::new("") };
+    let seconds = seconds(&comparisons, &stage);
     let known = comparisons.iter().zip(seconds).filter_map(|(cells, seconds)| Some((cells, seconds?)));
     known.flat_map(|(cells, seconds)| cells.iter().map(move |cell| (cell.id(), seconds / cells.len() as f64))).collect()
 }
@@ -136,7 +145,8 @@ pub fn table<'e>(
     }
     let mut unknown = 0;
     let comparisons = comparisons(others.iter().copied());
-    for (cells, seconds) in comparisons.iter().zip(seconds(&comparisons, registry, engine)) {
+    let stage = Stage { registry, engine, limit_bytes, folder: Path::new("") };
+    for (cells, seconds) in comparisons.iter().zip(seconds(&comparisons, &stage)) {
         let refused = cells[0].measure.comparisons().is_some_and(|measure| measure.refusal(engine.device()).is_some());
         skipped += if refused { cells.len() } else { 0 };
         total_s += seconds.unwrap_or(0.0);
@@ -150,7 +160,8 @@ pub fn table<'e>(
             }
         };
         for cell in cells {
-            let bytes = cell.measure.comparisons().and_then(|measure| measure.predicted_bytes(cell));
+            let bytes =
+                cell.measure.comparisons().and_then(|measure| measure.predicted_bytes(cell, engine.cpu().threads()));
             let has_room = bytes.is_none_or(|bytes| bytes <= limit_bytes);
             oom += usize::from(!has_room && !refused);
             let (peak, time) = (bytes.map_or("–".into(), units::bytes), if has_room { &time } else { "oom" });

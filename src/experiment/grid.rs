@@ -1,7 +1,7 @@
 //! From an experiment file to its cells.
 
 use super::cell::{Cell, Device};
-use super::measure::{Scope, check_fields};
+use super::measure::{Runs, Scope, check_fields};
 use super::spec::{Grid, Spec, SpecError};
 use crate::policy::{PolicyFile, Registry};
 use crate::workload::{FileSource, Knobs, SyntheticSpec};
@@ -14,6 +14,17 @@ pub struct Experiment {
     pub file: Option<FileSource>,
     /// The points of all grids, each once, in order.
     pub cells: Vec<Cell>,
+}
+
+/// Refuses a file of tensors for a measure that reads none.
+fn check_file(grid: &Grid, has_file: bool) -> Result<(), String> {
+    match grid.measure.runs() {
+        Runs::InComparisons(_) if has_file => Err(format!(
+            "{} reads no tensors; leave [file] out, or write this grid into another experiment",
+            grid.measure.name()
+        )),
+        _ => Ok(()),
+    }
 }
 
 impl Experiment {
@@ -38,6 +49,7 @@ impl Experiment {
             let registry = &with_file(grid, registry).map_err(|message| value(format!("{context}: {message}")))?;
             let scope = Scope { file: file.as_ref(), workload_hash: &workload_hash, registry, device };
             let expanded = check_fields(grid)
+                .and_then(|()| check_file(grid, file.is_some()))
                 .and_then(|()| grid.measure.expand(grid, &scope))
                 .and_then(|cells| name_file(grid, registry, cells))
                 .and_then(|cells| turn_knobs(grid, &spec, cells))

@@ -105,6 +105,9 @@ pub struct Record {
 pub struct Worker {
     /// `4711_3` of a Slurm array, `4711` of another job; elsewhere the number of the process.
     pub task: String,
+    /// The number of the process: a task that is begun again is another one. 0 in records before there was this field.
+    #[serde(default)]
+    pub process: u32,
     /// Name of its machine.
     pub host: String,
     /// The machine's CPU.

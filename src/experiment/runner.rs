@@ -7,6 +7,8 @@
 mod joint;
 mod trials;
 
+pub(super) use trials::LEAST_SAMPLES;
+
 use super::cell::Cell;
 use super::engine::Engine;
 use super::environment;

@@ -334,10 +334,19 @@ impl Architecture {
     /// Parameters that a token is multiplied by: without the table that it is looked up in, and of experts those that it
     /// passes through.
     pub fn active_parameters(&self) -> u64 {
-        let idle = |layer| self.mlp(layer, false).block() - self.mlp(layer, true).block();
         let table = (self.vocab * self.hidden) as u64;
         let looked_up = if self.tied { 0 } else { table } + (self.positions * self.hidden) as u64;
-        self.parameters() - looked_up - (0..self.layers).map(idle).sum::<u64>()
+        self.parameters() - looked_up - self.idle_parameters()
+    }
+
+    /// Parameters of experts that a token does not pass through.
+    pub fn idle_parameters(&self) -> u64 {
+        (0..self.layers).map(|layer| self.mlp(layer, false).block() - self.mlp(layer, true).block()).sum()
+    }
+
+    /// Elements of a key and of a value of a query head, as they are multiplied: compressed rows are expanded.
+    pub fn head_dims(&self) -> [usize; 2] {
+        self.mla.map_or([self.head_dim; 2], |mla| [mla.nope + mla.rope, mla.v])
     }
 
     /// Layers that hold keys and values, alike ones together.

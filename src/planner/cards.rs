@@ -107,8 +107,8 @@ pub fn cards(scenario: &Scenario<'_>) -> Result<Vec<Card>, PlanError> {
                     break;
                 }
             }
-            let seconds = |offload| Ok::<_, PlanError>(with(offload).times(REACHED)?.map(|times| times.decode_s));
-            let (fast, slow) = (seconds(0)?, offload_layers.map(seconds).transpose()?.flatten());
+            let times = |offload| with(offload).times(REACHED);
+            let (fast, slow) = (times(0)?, offload_layers.map(times).transpose()?.flatten());
             Ok(Card {
                 gpu: &gpu.name,
                 available_bytes: gpu.bytes(),
@@ -117,12 +117,11 @@ pub fn cards(scenario: &Scenario<'_>) -> Result<Vec<Card>, PlanError> {
                 qlora_fits: tuned[1] <= gpu.bytes(),
                 full_fits: tuned[2] <= gpu.bytes(),
                 offload_layers,
-                offload_tokens_per_s: slow.map(|seconds| scenario.held() as f64 / seconds),
-                offload_factor: fast.zip(slow).map(|(fast, slow)| slow / fast),
+                offload_tokens_per_s: slow.map(|slow| scenario.held() as f64 / slow.decode_s),
+                offload_factor: fast.zip(slow).map(|(fast, slow)| slow.decode_s / fast.decode_s),
                 offload_bytes: offload_layers.map(|offload| with(offload).offloaded_bytes() as u64),
-                disk_tokens_per_s: slow.zip(offload_layers).map(|(slow, offload)| {
-                    let bytes = with(offload).offloaded_bytes() as f64;
-                    scenario.held() as f64 / (slow + bytes / DISK_BYTES_PER_S - bytes / gpu.link_bytes_per_s())
+                disk_tokens_per_s: slow.map(|slow| {
+                    scenario.held() as f64 / (slow.decode_s - slow.link_s + slow.link_bytes / DISK_BYTES_PER_S)
                 }),
             })
         })

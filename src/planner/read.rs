@@ -150,8 +150,9 @@ fn shape_of(fields: &Fields<'_>, map: &Map<String, Value>, name: &str) -> Result
         "LlamaForCausalLM" | "MistralForCausalLM" | "MixtralForCausalLM" | "Qwen2ForCausalLM" | "Phi3ForCausalLM"
     );
     let head_dim = match fields.count("head_dim")? {
+        // What transformers writes there is the part that RoPE turns.
+        _ if latent => need("qk_nope_head_dim")? + need("qk_rope_head_dim")?,
         Some(head_dim) => head_dim,
-        None if latent => need("qk_nope_head_dim")? + need("qk_rope_head_dim")?,
         None if derived => divided(hidden, heads)?,
         None => return Err("head_dim is missing".into()),
     };

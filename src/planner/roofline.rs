@@ -6,6 +6,7 @@
 //! products reach 0.6 of the operations. Offloaded layers come over the link in every pass.
 
 use super::PlanError;
+use super::architecture::KvGroup;
 use super::presets::Gpu;
 use super::scenario::{Attention, Phase, Scenario};
 use serde::Serialize;
@@ -33,6 +34,8 @@ pub struct Times {
     pub decode_bytes: f64,
     /// Bytes over the link for each pass.
     pub link_bytes: f64,
+    /// Time that they take, which each pass waits for.
+    pub link_s: f64,
 }
 
 impl Times {
@@ -44,16 +47,18 @@ impl Times {
 }
 
 impl Scenario<'_> {
-    /// Bytes of weights that a pass of `tokens` tokens reads: of experts those that some token is expected to choose.
+    /// Bytes of weights that a pass of `tokens` tokens reads from the cards' memory: the output matrix, and of blocks those
+    /// that are there, of experts those that some token is expected to choose.
     pub fn read_bytes(&self, tokens: u64) -> f64 {
         let shape = &self.subject.architecture;
-        let (all, active) = (self.subject.parameters as f64, self.subject.active_parameters as f64);
-        let looked_up = if shape.tied { 0.0 } else { (shape.vocab * shape.hidden) as f64 };
-        let multiplied = all - looked_up;
-        let idle = multiplied - active;
+        let held = self.subject.weight_bytes(self.weights);
+        let blocks = (self.subject.parameters - shape.outside().total()) as f64;
+        let idle = shape.idle_parameters() as f64;
         let missed = shape.experts.map_or(0.0, |experts| 1.0 - experts.active as f64 / experts.count as f64);
-        let read = if missed > 0.0 { multiplied - idle * missed.powf(tokens as f64 - 1.0) } else { active };
-        self.subject.weight_bytes(self.weights).total() as f64 * read / all
+        // A token misses all that is idle; of several each misses another part.
+        let unread = if idle > 0.0 { idle * missed.powf(tokens as f64 - 1.0) } else { 0.0 };
+        let here = 1.0 - (self.offload as f64 / self.subject.layers as f64).min(1.0);
+        held.last_end(shape.tied) as f64 + held.layers as f64 * (1.0 - unread / blocks) * here
     }
 
     /// Times on the card, if one of the table was named.
@@ -62,25 +67,27 @@ impl Scenario<'_> {
     /// When the budget leaves no token.
     pub fn times(&self, reached: Reached) -> Result<Option<Times>, PlanError> {
         let Some(gpu) = self.memory.gpu() else { return Ok(None) };
-        let cards = (self.tensor_parallel * self.pipeline) as f64;
-        // A token goes through the stages of a pipeline one after another.
+        // A token goes through the stages of a pipeline one after another, and what a stage lacks comes when it is its turn.
         let bandwidth = gpu.gb_per_s * 1e9 * reached.bandwidth * self.tensor_parallel as f64;
         let operations = gpu.tflops * 1e12 * reached.operations * self.tensor_parallel as f64;
-        let link = self.offloaded_bytes() as f64 / (gpu.link_bytes_per_s() * cards);
-        let held = self.bytes_at(Phase::Decode, self.context)?.kv as f64 * cards;
-        let here = 1.0 - (self.offload as f64 / self.subject.layers as f64).min(1.0);
-        let decode_bytes = self.read_bytes(self.held()) * here + held;
+        let cards = self.tensor_parallel as f64;
+        let link_s = self.offloaded_bytes() as f64 / (gpu.link_bytes_per_s() * cards);
+        // The slowest of the cards that share a layer decides.
+        let one_stage = Scenario { pipeline: 1, ..self.clone() };
+        let decode_bytes =
+            self.read_bytes(self.held()) + one_stage.bytes_at(Phase::Decode, self.context)?.kv as f64 * cards;
         let decode_flops = 2.0 * self.subject.active_parameters as f64 * self.held() as f64;
-        let decode_s = (decode_bytes / bandwidth).max(decode_flops / operations) + link;
+        let decode_s = (decode_bytes / bandwidth).max(decode_flops / operations) + link_s;
         Ok(Some(Times {
-            prefill_s: self.prefill_s(gpu, bandwidth, operations, link),
+            prefill_s: self.prefill_s(gpu, bandwidth, operations, link_s)?,
             decode_s,
             decode_bytes,
             link_bytes: self.offloaded_bytes() as f64,
+            link_s,
         }))
     }
 
-    fn prefill_s(&self, gpu: &Gpu, bandwidth: f64, operations: f64, link: f64) -> f64 {
+    fn prefill_s(&self, gpu: &Gpu, bandwidth: f64, operations: f64, link_s: f64) -> Result<f64, PlanError> {
         let shape = &self.subject.architecture;
         let tokens = self.batch as f64 * self.context as f64;
         let passes = self.context.div_ceil(self.pass_tokens(self.context)) as f64;
@@ -88,25 +95,39 @@ impl Scenario<'_> {
         let faster = gpu.fp8_tflops.filter(|_| eight).map_or(1.0, |fp8| fp8 / gpu.tflops);
         let products = 2.0 * self.subject.active_parameters as f64 * tokens / (operations * faster);
         let reads = passes * self.read_bytes(self.batch.saturating_mul(self.pass_tokens(self.context))) / bandwidth;
-        let all = self.context as f64;
-        let layers = self.subject.groups.iter().map(|group| (group.layers as f64, group.window));
-        let pairs = match self.attention {
-            // Pairs behind a query, or beyond its window, are skipped.
-            Attention::Tiled => layers
-                .map(|(layers, window)| {
-                    let window = window.map_or(all, |window| all.min(window as f64));
-                    layers * window * (all - window / 2.0)
-                })
-                .sum::<f64>(),
-            _ => layers.map(|(layers, _)| layers * all * all).sum(),
-        };
-        let pairs = pairs * self.batch as f64 * shape.heads as f64;
-        let products_s = 4.0 * pairs * shape.head_dim as f64 / operations;
+        let chunked = self.eviction.as_ref().is_some_and(|eviction| eviction.chunk_tokens.is_some());
+        let retained = if chunked { self.retained(self.context)? } else { self.context };
+        let pairs = |group: &KvGroup| group.layers as f64 * self.pairs(retained, group.window);
+        let pairs = self.subject.groups.iter().map(pairs).sum::<f64>() * (self.batch * shape.heads as u64) as f64;
+        let [k_dim, v_dim] = shape.head_dims();
+        let products_s = 2.0 * pairs * (k_dim + v_dim) as f64 / operations;
         let attention = match self.attention {
             Attention::Tiled => products_s,
             // Written, read, written, read: four passes in 16 bits.
             _ => (4.0 * 2.0 * pairs / bandwidth).max(products_s),
         };
-        products.max(reads) + attention + passes * link
+        Ok(products.max(reads) + attention + passes * link_s)
+    }
+
+    /// Pairs of a query and a key of a head that are multiplied while a sequence's context is read, of which a list holds no more
+    /// than `retained` tokens between passes.
+    fn pairs(&self, retained: u64, window: Option<usize>) -> f64 {
+        let [all, retained] = [self.context, retained].map(|tokens| tokens as f64);
+        let seen = window.map_or(all, |window| all.min(window as f64));
+        let passes = self.context.div_ceil(self.pass_tokens(self.context)) as f64;
+        let pass = all / passes;
+        match self.attention {
+            // Pairs behind a query, or beyond its window, are skipped: half of a pass's own.
+            Attention::Tiled => {
+                let most = seen.min(retained + pass / 2.0);
+                most * (all - most / 2.0)
+            }
+            // All of a pass, and of what is held before it.
+            _ => {
+                let before = seen.min(retained);
+                let growing = passes.min((before / pass).floor() + 1.0);
+                pass * (pass * growing * (growing - 1.0) / 2.0 + (passes - growing) * before) + pass * all
+            }
+        }
     }
 }

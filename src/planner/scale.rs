@@ -184,7 +184,8 @@ impl Scale<'_> {
     /// Nanoseconds of a pair of a query and a key in all heads of a layer, of which the causal mask leaves half.
     fn pair_ns(&self) -> f64 {
         let shape = &self.subject.architecture;
-        2.0 * (shape.heads * shape.head_dim) as f64 / self.flops_per_s() * 1e9
+        let [k_dim, v_dim] = shape.head_dims();
+        (shape.heads * (k_dim + v_dim)) as f64 / self.flops_per_s() * 1e9
     }
 
     /// Bytes of a token's keys and values in a layer.
@@ -223,7 +224,7 @@ impl Scale<'_> {
         }
         let shape = &self.subject.architecture;
         // An unnormalised output in f32, a maximum and a sum for each head.
-        let bytes = 4 * shape.heads as u64 * (shape.head_dim as u64 + 2);
+        let bytes = 4 * shape.heads as u64 * (shape.head_dims()[1] as u64 + 2);
         let inside = tree_depth(ranks.min(self.node_cards)) as f64;
         let between = tree_depth(ranks.div_ceil(self.node_cards)) as f64;
         let hop = |us: f64, gb_per_s: f64| Link::new(us * 1e3, gb_per_s * 1e9).ns(bytes);

@@ -3,7 +3,8 @@
 
 use super::PlanError;
 use super::architecture::KvGroup;
-use super::scenario::{Allocation, Attention, Bytes, Logits, Memory, Phase, Scenario};
+use super::scenario::{Allocation, Bytes, Eviction, Logits, Memory, Phase, Scenario};
+use crate::policy::Budget;
 use crate::units::{gib, grouped};
 use serde::Serialize;
 
@@ -183,6 +184,10 @@ impl Scenario<'_> {
         // Whether a pass of a context twice as long has more rows.
         let is_whole = self.pass_tokens(2 * self.context) > self.pass_tokens(self.context);
         let rows = if is_whole && phase != Phase::Decode { bounded(Growth::Linear) } else { Growth::Constant };
+        // Lists that are as long as their windows grow no further.
+        let is_full =
+            subject.groups.iter().all(|group| group.window.is_some_and(|window| window as u64 <= self.context));
+        let held_growth = if is_full { Growth::Constant } else { bounded(Growth::Linear) };
         let times = if batch > 1 { format!(" x {batch} sequences") } else { String::new() };
         let cards = if self.tensor_parallel * self.pipeline > 1 { " of the fullest card" } else { "" };
         match term {
@@ -214,8 +219,8 @@ impl Scenario<'_> {
                 };
                 let of_tokens = at.kv - u128::from(states) * u128::from(batch);
                 let held = of_tokens / u128::from(token.max(1) * batch);
-                let windows = subject.groups.iter().filter_map(|group| group.window);
-                let average = if windows.clone().next().is_some() { " on average" } else { "" };
+                let has_windows = subject.groups.iter().any(|group| group.window.is_some());
+                let average = if has_windows { " on average" } else { "" };
                 let retained = match self.retained(self.context) {
                     Ok(tokens) if phase == Phase::Prefill && tokens < self.context => {
                         format!("; {} retains {} of {}", self.policy(), n(tokens), n(self.context))
@@ -229,9 +234,7 @@ impl Scenario<'_> {
                     grouped(held)
                 );
                 let formula = "sum over layers of Hkv x (key row + value row) x min(tokens, window)";
-                // Lists that are as long as their windows grow no further.
-                let full = windows.filter(|&window| window as u64 <= self.context).count() == subject.groups.len();
-                (formula, numbers, Known::Formula, if full { Growth::Constant } else { bounded(Growth::Linear) })
+                (formula, numbers, Known::Formula, held_growth)
             }
             "scores" => {
                 let heads = (subject.heads as u64).div_ceil(self.tensor_parallel);
@@ -277,7 +280,7 @@ impl Scenario<'_> {
                 "page table: 4 B a page of each list",
                 format!("{} lists a sequence", self.lists()),
                 Known::Formula,
-                bounded(Growth::Linear),
+                held_growth,
             ),
             "slack" => {
                 let (numbers, growth) = match self.allocation {
@@ -285,9 +288,12 @@ impl Scenario<'_> {
                     Allocation::Paged(page) => (format!("pages of {page} tokens{times}"), Growth::Constant),
                     Allocation::Reserved(most) => {
                         let most = most.unwrap_or(self.context + self.output);
-                        // Room for all of a context, of which a policy retains a part.
-                        let evicts = self.eviction.as_ref().is_some_and(|eviction| !eviction.selects);
-                        let grows = evicts && matches!(self.allocation, Allocation::Reserved(None));
+                        // Room for all of a context, of which a policy retains a part: after each chunk, or behind the prompt.
+                        let evicts = |eviction: &Eviction| {
+                            !eviction.selects && (eviction.chunk_tokens.is_some() || phase == Phase::Decode)
+                        };
+                        let grows = self.eviction.as_ref().is_some_and(evicts)
+                            && matches!(self.allocation, Allocation::Reserved(None));
                         let growth = if grows { Growth::Linear } else { Growth::Constant };
                         (format!("{} tokens reserved{times}", n(most)), growth)
                     }
@@ -307,10 +313,12 @@ impl Scenario<'_> {
         }
     }
 
-    /// Whether what is held does not grow with the context: a budget of tokens, kept to after each chunk.
+    /// Whether what is held does not grow with the context: a budget of tokens that is reached, kept to after each chunk.
     fn is_bounded(&self) -> bool {
+        let is_reached =
+            || self.retained(self.context).is_ok_and(|tokens| tokens + self.pass_tokens(self.context) <= self.context);
         self.eviction.as_ref().is_some_and(|eviction| {
-            eviction.chunk_tokens.is_some() && !matches!(eviction.budget, crate::policy::Budget::Fraction(_))
+            eviction.chunk_tokens.is_some() && !matches!(eviction.budget, Budget::Fraction(_)) && is_reached()
         })
     }
 
@@ -339,11 +347,7 @@ impl Scenario<'_> {
         let chunk = self.pass_tokens(self.context);
         let chunk =
             if chunk < self.context { format!(" in chunks of {}", grouped(u128::from(chunk))) } else { String::new() };
-        let attention = match self.attention {
-            Attention::Naive => "naive (8 B a score)",
-            Attention::Minimal => "minimal naive (4 B a score)",
-            Attention::Tiled => "tiled",
-        };
+        let attention = self.attention.name();
         let policy = self.eviction.as_ref().map_or(String::new(), |_| format!(", {}", self.policy()));
         let held = if self.held() > self.batch { format!(", {} held at once", self.held()) } else { String::new() };
         format!(

@@ -63,7 +63,7 @@ impl WeightFormat {
     }
 
     /// Bytes of the token table, and of positions that are looked up beside it.
-    fn embedding_bytes(&self, model: &Architecture) -> u64 {
+    pub fn embedding_bytes(&self, model: &Architecture) -> u64 {
         let table = if model.tied { self.bits.head } else { self.bits.embedding };
         bytes(&[(model.outside().embedding, self.in_rows(table, model.hidden))])
     }
@@ -116,7 +116,7 @@ impl WeightFormat {
         let inner = model.experts.filter(|experts| layer >= experts.dense_layers).map_or(model.ffn, |one| one.ffn);
         bytes(&[
             (counts.v, self.in_rows(v, model.hidden)),
-            (counts.o, self.in_rows(self.bits.o.unwrap_or(layers), model.heads * model.head_dim)),
+            (counts.o, self.in_rows(self.bits.o.unwrap_or(layers), model.heads * model.head_dims()[1])),
             (counts.down, self.in_rows(down, inner)),
             (counts.matrices, self.in_rows(layers, model.hidden)),
             (counts.vectors, vectors),

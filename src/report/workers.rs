@@ -74,7 +74,11 @@ pub fn divided(records: &[Record]) -> Option<String> {
     let divided: Vec<&Vec<&Record>> =
         comparisons.values().filter(|records| records.iter().any(|record| !same_machine(record, records[0]))).collect();
     let first = divided.first()?;
-    let of = |worker: &Worker| format!("task {} on '{}'", worker.task, worker.host);
+    let of = |worker: &Worker| {
+        let is_named = worker.process == 0 || worker.task == worker.process.to_string();
+        let process = if is_named { String::new() } else { format!(" (process {})", worker.process) };
+        format!("task {}{process} on '{}'", worker.task, worker.host)
+    };
     let processes: BTreeSet<String> = first.iter().filter_map(|record| record.worker.as_ref()).map(of).collect();
     let processes = processes.into_iter().collect::<Vec<_>>().join(" and ");
     Some(format!(
@@ -92,7 +96,7 @@ mod tests {
     use super::*;
 
     fn by(task: &str, host: &str, cpu: &str, record: Record) -> Record {
-        Record { worker: Some(Worker { task: task.into(), host: host.into(), cpu: cpu.into() }), ..record }
+        Record { worker: Some(Worker { task: task.into(), process: 1, host: host.into(), cpu: cpu.into() }), ..record }
     }
 
     #[test]

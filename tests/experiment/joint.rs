@@ -237,7 +237,7 @@ fn large(heads: &str, lengths: usize) -> Experiment {
 }
 
 fn worker(task: usize, host: &str, cpu: &str) -> Worker {
-    Worker { task: format!("7_{task}"), host: host.into(), cpu: cpu.into() }
+    Worker { task: format!("7_{task}"), process: 1, host: host.into(), cpu: cpu.into() }
 }
 
 #[test]

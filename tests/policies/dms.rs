@@ -86,7 +86,7 @@ fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
 
     let other = Settings { seed: 6, ..settings() };
     let error = train(&other, &parts, true, None).unwrap_err().to_string();
-    assert!(error.contains("it is of another recipe"), "{error}");
+    assert!(error.contains("of other options (seed was 5 and is 6);"), "{error}");
     assert!(matches!(train(&settings(), &parts, false, None), Err(TrainError::Taken(_))));
     assert!(matches!(train(&settings(), &folder.path().join("new"), true, None), Err(TrainError::Nothing(_))));
 }

@@ -62,7 +62,7 @@ fn heads_with_the_lowest_gates_cost_less_than_heads_by_lot_and_a_stopped_run_goe
     train(&short, &whole_short, false, None).unwrap();
     assert!(alpha(&whole_short) == alpha(&parts), "resumed gates differ");
     let error = train(&Settings { seed: 6, ..short.clone() }, &parts, true, None).unwrap_err().to_string();
-    assert!(error.contains("it is of another recipe"), "{error}");
+    assert!(error.contains("of other options (seed was 5 and is 6);"), "{error}");
     assert!(matches!(train(&short, &parts, false, None), Err(TrainError::Taken(_))));
 
     // The gates say which heads keep the near tokens alone; without them the context does.

@@ -269,7 +269,7 @@ impl<'p> Session<'p> {
     fn count<S>(&mut self, chosen: &Chosen<S>, moment: Moment) {
         self.totals.score_ns += chosen.score_ns;
         self.totals.evict_ns += chosen.select_ns;
-        if !(moment == Moment::Step && self.plan.policy.schedule.decoding == Decoding::Delayed) {
+        if let Moment::Chunk { .. } = moment {
             self.totals.tie_rate = chosen.tie_rate;
         }
     }

@@ -6,7 +6,8 @@ use crate::tensor::file::TensorFile;
 use crate::tensor::stream;
 use safetensors::Dtype;
 use serde::Serialize;
-use std::collections::HashMap;
+use serde_json::{Value, json};
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::time::Instant;
 
@@ -55,29 +56,74 @@ pub(super) fn check(options: &Options, model: Option<&Path>) -> Result<(), Train
 }
 
 /// What a folder's record says of the memory of the stages that it has behind it.
-pub(super) fn noted_memory(folder: &Path) -> Vec<serde_json::Value> {
-    let record = std::fs::read(folder.join(RECORD)).ok();
-    let record = record.and_then(|text| serde_json::from_slice::<serde_json::Value>(&text).ok());
-    record.and_then(|record| record["memory"].as_array().cloned()).unwrap_or_default()
+pub(super) fn noted_memory(folder: &Path) -> Vec<Value> {
+    record_of(folder)["memory"].as_array().cloned().unwrap_or_default()
 }
 
 /// Whether `end` steps were taken and the record of a folder says so: everything was written before it, and nothing is to be added.
 pub(super) fn is_done(folder: &Path, progress: &Progress, end: usize) -> bool {
+    progress.step >= end && record_of(folder)["steps"] == progress.step
+}
+
+/// A folder's record; null where there is none.
+fn record_of(folder: &Path) -> Value {
     let record = std::fs::read(folder.join(RECORD)).ok();
-    let record = record.and_then(|text| serde_json::from_slice::<serde_json::Value>(&text).ok());
-    progress.step >= end && record.is_some_and(|record| record["steps"] == progress.step)
+    record.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
 }
 
-/// What a run is known by: all that decides what it does.
-pub(super) fn digest(decides: &impl Serialize) -> String {
-    let text = serde_json::to_string(decides).expect("settings are plain data");
-    blake3::hash(text.as_bytes()).to_hex()[..16].to_string()
+/// What a run is known by: all that decides what it does, as JSON.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Identity(Value);
+
+impl Identity {
+    /// Of settings, the model that a run starts from and the text that it reads, as they are now.
+    pub fn new(settings: &impl Serialize, model: Option<&str>, text: Option<&Path>) -> Self {
+        // By its text, in which an f32 of 0.003 is 0.003.
+        let settings = serde_json::to_string(settings).expect("settings are plain data");
+        let settings: Value = serde_json::from_str(&settings).expect("written a line above");
+        let text = text.and_then(|path| std::fs::read(path).ok()).map(|bytes| short_hash(&bytes));
+        Identity(json!({"settings": settings, "contents of the model": model, "contents of the text": text}))
+    }
+
+    /// A short text of it.
+    pub fn digest(&self) -> String {
+        short_hash(self.0.to_string().as_bytes())
+    }
+
+    /// Refuses another one, and says what differs.
+    fn check(&self, stored: &str) -> Result<(), String> {
+        let own = self.0.to_string();
+        if stored == own {
+            return Ok(());
+        }
+        // Both read from their texts, so that numbers are rounded alike.
+        let [then, now] = [stored, &own].map(|text| serde_json::from_str(text).unwrap_or_default());
+        let mut found = Vec::new();
+        differences("", &then, &now, &mut found);
+        let found = if then.is_object() { found.join("; ") } else { "an earlier version wrote it".into() };
+        Err(format!(
+            "it is of another recipe or of other options ({found}); resume with those that it was made with, or name another folder"
+        ))
+    }
 }
 
-/// What a text is known by, so that a run does not go on with another one of its name; nothing where there is none to read.
-pub(super) fn of_text(path: Option<&Path>) -> Option<String> {
-    let bytes = std::fs::read(path?).ok()?;
-    Some(blake3::hash(&bytes).to_hex()[..16].to_string())
+fn short_hash(bytes: &[u8]) -> String {
+    blake3::hash(bytes).to_hex()[..16].to_string()
+}
+
+/// Adds a line for each value of two settings that is not the same.
+fn differences(name: &str, stored: &Value, own: &Value, found: &mut Vec<String>) {
+    match (stored, own) {
+        (Value::Object(then), Value::Object(now)) => {
+            let names: BTreeSet<_> = then.keys().chain(now.keys()).collect();
+            for key in names {
+                let name = if name.is_empty() || name == "settings" { key.clone() } else { format!("{name}.{key}") };
+                differences(&name, &then[key.as_str()], now.get(key).unwrap_or(&Value::Null), found);
+            }
+        }
+        _ if stored != own => found.push(format!("{name} was {stored} and is {own}")),
+        _ => {}
+    }
 }
 
 /// The arrays of numbers in a checkpoint.
@@ -104,7 +150,7 @@ type Take<'a> = &'a mut dyn FnMut(&[f32]) -> Done;
 /// Writes the state: of arrays of these lengths `each` gives the numbers, from the first to the last.
 pub(super) fn save(
     folder: &Path,
-    digest: &str,
+    identity: &Identity,
     progress: &Progress,
     lens: [usize; 3],
     each: &mut dyn FnMut(Array, Take<'_>) -> Done,
@@ -112,7 +158,7 @@ pub(super) fn save(
     let tensors = Array::ALL.map(|array| (array.name().to_string(), Dtype::F32, vec![1, 1, 1, lens[array as usize]]));
     let Progress { step, sequences, tokens, seconds } = *progress;
     let metadata = HashMap::from([
-        ("recipe".to_string(), digest.to_string()),
+        ("recipe".to_string(), identity.0.to_string()),
         ("step".into(), step.to_string()),
         ("sequences".into(), sequences.to_string()),
         ("tokens".into(), tokens.to_string()),
@@ -128,7 +174,7 @@ pub(super) fn save(
 /// Reads the state back, and hands each array of these lengths to `restore`.
 pub(super) fn load(
     folder: &Path,
-    digest: &str,
+    identity: &Identity,
     lens: [usize; 3],
     restore: &mut dyn FnMut(Array, &[f32]) -> Done,
 ) -> Result<Progress, TrainError> {
@@ -136,12 +182,7 @@ pub(super) fn load(
     let stored = TensorFile::open(&path)?;
     let damaged = |what: &str| TrainError::Checkpoint { path: path.clone(), reason: what.to_string() };
     let text = |key: &str| stored.metadata(key).ok_or_else(|| damaged(&format!("it does not say its {key}")));
-    let found = text("recipe")?;
-    if found != digest {
-        return Err(damaged(&format!(
-            "it is of another recipe or of other options ({found}, these are {digest}); resume with those that it was made with, or name another folder"
-        )));
-    }
+    identity.check(&text("recipe")?).map_err(|reason| damaged(&reason))?;
     let entries = stored.entries()?;
     for (array, len) in Array::ALL.into_iter().zip(lens) {
         let name = array.name();

@@ -14,7 +14,7 @@ pub use settings::Settings;
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{self, Array, Progress};
+use super::checkpoint::{Array, Identity, Progress};
 use super::data::Data;
 use super::error::{GRADIENT_NORM, HELD_OUT_LOSS};
 use super::gates::{Gates, Mode, OFFSET, SCALE, TAU};
@@ -134,7 +134,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
 
-    let run = Run::begin(options, &model, &(settings, &base, checkpoint::of_text(settings.text.as_deref())))?;
+    let run = Run::begin(options, &model, Identity::new(settings, Some(&base), settings.text.as_deref()))?;
     let weights = Frozen::open(&model, &parameters, &arena)?;
     let mut gates = Gates::new(&arena, &extents, design)?;
     gates.draw(settings.seed);

@@ -9,7 +9,7 @@
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{self, Array, Progress};
+use super::checkpoint::{Array, Identity, Progress};
 use super::data::Data;
 use super::head_gates::HeadGates;
 use super::log::{self, Line};
@@ -154,7 +154,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let bytes = |mode| beside + extents.training_bytes(mode, cpu.threads()).into_values().sum::<u64>();
     let recompute = Recompute::within(options.limit_bytes, bytes);
 
-    let run = Run::begin(options, &model, &(settings, &base, checkpoint::of_text(settings.text.as_deref())))?;
+    let run = Run::begin(options, &model, Identity::new(settings, Some(&base), settings.text.as_deref()))?;
     let weights = Frozen::open(&model, &parameters, &arena)?;
     let gates = HeadGates::new(&arena, &extents, settings.near)?;
     let network = Network::new(&arena, cpu, extents, recompute)?.with_head_gates(gates);

@@ -13,7 +13,7 @@ mod samples;
 
 use self::mlp::Mlp;
 use self::samples::Samples;
-use super::checkpoint::{self, Array, Progress};
+use super::checkpoint::{Array, Identity, Progress};
 use super::gate_functions;
 use super::log::{Line, Log};
 use super::method::{Method, Run, Since, Step, Tell};
@@ -153,7 +153,7 @@ struct Kvzap<'a> {
 /// When settings, text, folder or memory do not allow it.
 pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
     let path = locate(&settings.model)?;
-    let decides = (settings, fingerprint(&path)?, checkpoint::of_text(Some(&settings.text)));
+    let identity = Identity::new(settings, Some(&fingerprint(&path)?), Some(&settings.text));
     let arena = Arena::with_limit(options.limit_bytes);
     let model = Model::open(&path, &arena)?;
     let config = &model.config;
@@ -173,7 +173,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     gate_functions::check_inner(settings.inner).map_err(misfit)?;
     let vocabulary = Vocabulary::of_folder(&path, config)?;
     let source = TextSource::open(&settings.text, &vocabulary, length, seed).map_err(misfit)?;
-    let run = Run::begin(options, &path, &decides)?;
+    let run = Run::begin(options, &path, identity)?;
 
     let (layers, heads, folder) = (config.layers, config.kv_heads, run.folder());
     let of_layers = || (0..layers).map(|_| Moments::new(&arena, config.hidden, heads)).collect::<Result<Vec<_>, _>>();

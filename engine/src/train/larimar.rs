@@ -11,7 +11,7 @@ mod fit;
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{Array, Progress};
+use super::checkpoint::{Array, Identity, Progress};
 use super::fine_tuned::{FineTuned, fine_tune};
 use super::holder::Whole;
 use super::log::Line;
@@ -152,7 +152,7 @@ pub fn run(
     settings.check().map_err(misfit)?;
     let located = locate(&settings.model)?;
     let base = fingerprint(&located)?;
-    let run = Run::begin(options, &located, &(settings, &base))?;
+    let run = Run::begin(options, &located, Identity::new(settings, Some(&base), None))?;
     let (arena, text) = (Arena::with_limit(options.limit_bytes), Text::open(&located)?);
     let model = Model::open(&located, &arena)?;
     let seed = settings.seed.wrapping_mul(1 << 20);

@@ -2,13 +2,12 @@
 //! that runs them all. A method says what a step is, what is logged of it, and what it leaves in the run's folder; the loop
 //! says when, in an order by which a run that is killed at any moment can go on.
 
-use super::checkpoint::{self, Array, Progress};
+use super::checkpoint::{self, Array, Identity, Progress};
 use super::error::{GRADIENT_NORM, LOSS};
 use super::export;
 use super::log::{Line, Log};
 use super::run::{Options, RECORD, TrainError};
 use crate::memory::LabelBytes;
-use serde::Serialize;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Instant;
@@ -126,18 +125,18 @@ impl Since {
 /// A run of a method in its folder.
 pub(super) struct Run<'a> {
     options: &'a Options,
-    digest: String,
+    identity: Identity,
 }
 
 impl<'a> Run<'a> {
-    /// Claims the folder for a run from `model`. It is known again, to be resumed, by all that decides what it does.
+    /// Claims the folder for a run from `model`. It is known again, to be resumed, by its `identity`.
     ///
     /// # Errors
     /// When there is a run already, or none to go on with, or the folder cannot be made.
-    pub fn begin(options: &'a Options, model: &Path, decides: &impl Serialize) -> Result<Self, TrainError> {
+    pub fn begin(options: &'a Options, model: &Path, identity: Identity) -> Result<Self, TrainError> {
         checkpoint::check(options, Some(model))?;
         std::fs::create_dir_all(&options.out).map_err(|error| TrainError::write(&options.out, &error))?;
-        Ok(Run { options, digest: checkpoint::digest(decides) })
+        Ok(Run { options, identity })
     }
 
     /// The run's folder.
@@ -159,7 +158,7 @@ impl<'a> Run<'a> {
         let lens = Array::ALL.map(|array| method.arrays(array).iter().map(|part| part.len()).sum());
         let mut progress = Progress::default();
         if self.options.resume {
-            progress = checkpoint::load(folder, &self.digest, lens, &mut |array, mut values| {
+            progress = checkpoint::load(folder, &self.identity, lens, &mut |array, mut values| {
                 for part in method.arrays(array) {
                     let (own, behind) = values.split_at(part.len());
                     part.copy_from_slice(own);
@@ -190,7 +189,7 @@ impl<'a> Run<'a> {
             if done.is_multiple_of(M::SAVE_STEPS) || done == end || method.is_milestone(done) {
                 method.save(&progress, &mut tell)?;
                 // Last: a run that is killed before it does all of this again.
-                checkpoint::save(folder, &self.digest, &progress, lens, &mut |array, take| {
+                checkpoint::save(folder, &self.identity, &progress, lens, &mut |array, take| {
                     method.arrays(array).into_iter().try_for_each(|part| take(part))
                 })?;
             }

@@ -3,7 +3,7 @@
 pub use super::error::TrainError;
 
 use super::activations::Extents;
-use super::checkpoint::{self, Progress};
+use super::checkpoint::{self, Identity, Progress};
 use super::data::{Data, DataError};
 use super::export;
 use super::log::{Line, Log};
@@ -92,7 +92,7 @@ pub fn run(
 
 struct Trainer<'a> {
     recipe: &'a Recipe,
-    digest: String,
+    identity: Identity,
     place: &'a Place<'a>,
     groups: &'a Groups,
     arena: &'a Arena,
@@ -137,14 +137,12 @@ impl<'a> Trainer<'a> {
         checkpoint::check(options, start.folder.as_deref())?;
         std::fs::create_dir_all(folder).map_err(|error| TrainError::write(folder, &error))?;
         // With the model that it starts from, as its folder is now.
-        let digest = match &start.folder {
-            Some(from) => checkpoint::digest(&(recipe.digest(), fingerprint(from)?)),
-            None => recipe.digest(),
-        };
+        let base = start.folder.as_deref().map(fingerprint).transpose()?;
+        let identity = Identity::new(recipe, base.as_deref(), recipe.data.text.as_deref());
         let Place { comm, cpu, stage, offload, .. } = *place;
         let mut zero = Zero::new(arena, groups, cpu, [whole, parameters], stage, offload.then_some(folder))?;
         let progress = if options.resume {
-            zero.load(folder, &digest)?
+            zero.load(folder, &identity)?
         } else {
             zero.start(start, recipe.seed)?;
             Progress::default()
@@ -159,7 +157,7 @@ impl<'a> Trainer<'a> {
         comm.barrier()?;
         Ok(Trainer {
             recipe,
-            digest,
+            identity,
             place,
             groups,
             arena,
@@ -272,7 +270,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn save(&mut self) -> Result<(), TrainError> {
-        self.zero.save(self.folder, &self.digest, &self.progress, &self.start.files)
+        self.zero.save(self.folder, &self.identity, &self.progress, &self.start.files)
     }
 
     /// Judges every task at every length up to that of this rank's steps, in no more memory than they take.
@@ -337,7 +335,7 @@ impl<'a> Trainer<'a> {
         }
         let record = json!({
             "recipe": self.recipe,
-            "recipe_digest": self.digest,
+            "recipe_digest": self.identity.digest(),
             "parameters": self.whole.count(),
             "trained_parameters": self.whole.trained_count(),
             "ranks": comm.size(),

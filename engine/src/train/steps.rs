@@ -83,10 +83,11 @@ impl fmt::Display for SharedOut {
 ///
 /// # Errors
 /// None, unless the recipe that ships with kvsieve cannot be read.
-pub(super) fn on_text(model: &Path, [batch, length]: [usize; 2]) -> Result<Recipe, TrainError> {
+pub(super) fn on_text(model: &Path, [batch, length]: [usize; 2], seed: u64) -> Result<Recipe, TrainError> {
     let own = Recipe::parse(BUILTIN, Path::new("experiments/train-builtin.toml"))?;
     Ok(Recipe {
         name: "steps".into(),
+        seed: own.seed.wrapping_add(seed),
         recompute: Recompute::None,
         model: Origin::Folder(Folder { from: model.into() }),
         data: DataSpec {
@@ -129,12 +130,13 @@ pub struct OfSteps {
 }
 
 impl Steps {
-    /// Steps of `batch` sequences of `length` tokens, of the folder, GGUF file or `builtin` that `model` names.
+    /// Steps of `batch` sequences of `length` tokens, of the folder, GGUF file or `builtin` that `model` names; each `seed` has other
+    /// texts.
     ///
     /// # Errors
     /// When there is no such model, or it or the batch cannot be shared out so.
-    pub fn open(model: &Path, [batch, length]: [usize; 2], shared: SharedOut) -> Result<Self, TrainError> {
-        let recipe = on_text(model, [batch, length])?;
+    pub fn open(model: &Path, [batch, length]: [usize; 2], seed: u64, shared: SharedOut) -> Result<Self, TrainError> {
+        let recipe = on_text(model, [batch, length], seed)?;
         let misfit = |reason| TrainError::Misfit { name: format!("'{}'", model.display()), reason };
         let start = recipe.model.open(recipe.data.text.as_deref())?;
         recipe.check_lengths(start.config.most_tokens(), "the model's longest context").map_err(misfit)?;

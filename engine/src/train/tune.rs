@@ -8,7 +8,7 @@
 
 use super::activations::{Extents, Recompute};
 use super::adamw::Constants;
-use super::checkpoint::{self, Array, Progress};
+use super::checkpoint::{Array, Identity, Progress};
 use super::error::HELD_OUT_LOSS;
 use super::log::{self, Line};
 use super::lora::Asked;
@@ -151,7 +151,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let text = TextSource::open(&settings.text, &vocabulary, len, settings.seed).map_err(misfit)?;
     let arena = Arena::with_limit(options.limit_bytes);
     let plan = Plan::new(settings, &config, &model).map_err(misfit)?;
-    let run = Run::begin(options, &model, &(settings, &base, checkpoint::of_text(Some(&settings.text))))?;
+    let run = Run::begin(options, &model, Identity::new(settings, Some(&base), Some(&settings.text)))?;
 
     let extents = Extents { parameters: &plan.parameters, batch, len, skipped: 0 };
     let tuned = Tuned::open(&plan, &arena, cpu)?;

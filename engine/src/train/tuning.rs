@@ -119,12 +119,12 @@ impl TunedSteps {
     ///
     /// # Errors
     /// When there is no such model, or it cannot be fine-tuned so.
-    pub fn open(model: &Path, [batch, length]: [usize; 2], tuning: Tuning) -> Result<Self, TrainError> {
+    pub fn open(model: &Path, [batch, length]: [usize; 2], seed: u64, tuning: Tuning) -> Result<Self, TrainError> {
         let Tuning { method, weights, optimizer, recompute, adapters } = tuning;
         let misfit = |reason| TrainError::Misfit { name: format!("--method {}", method.name()), reason };
         let folder = locate(model)?;
         let config = Config::read(&folder)?;
-        let recipe = on_text(model, [batch, length])?;
+        let recipe = on_text(model, [batch, length], seed)?;
         let settings = Settings {
             method,
             model: model.into(),

@@ -175,7 +175,7 @@ impl TensorFile {
     /// Copies the tokens in `ranges` of a tensor `[B, H, L, D]` into the arena, one behind another, refusing NaN and infinity.
     ///
     /// # Errors
-    /// As [`TensorFile::load`]; indices in errors are those of the copy.
+    /// As [`TensorFile::load`].
     ///
     /// # Panics
     /// When there are fewer tokens.
@@ -187,7 +187,14 @@ impl TensorFile {
         label: Label,
     ) -> Result<Tensor, FileError> {
         let (dims, dtype, bytes) = self.find(name)?;
-        self.finite(name, Tensor::from_tokens(arena, label, dtype, dims, &self.map[bytes], ranges)?)
+        let copy = Tensor::from_tokens(arena, label, dtype, dims, &self.map[bytes], ranges)?;
+        self.finite(name, copy).map_err(|error| match error {
+            FileError::NonFinite { path, name, index: [batch, head, token, at], value } => {
+                let token = ranges.iter().cloned().flatten().nth(token).expect("the copy's tokens are these");
+                FileError::NonFinite { path, name, index: [batch, head, token, at], value }
+            }
+            error => error,
+        })
     }
 
     fn finite(&self, name: &str, tensor: Tensor) -> Result<Tensor, FileError> {

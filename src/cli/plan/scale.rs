@@ -81,7 +81,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 fn words(scale: &Scale<'_>, report: &Report<'_>) -> String {
     let n = |count: u64| grouped(u128::from(count));
     let head = format!(
-        "{} on {}, {} tokens of a sequence, keys and values in {}; nodes of {} cards ({:.0} GB/s to each other), {} \
+        "{} on {}, {} tokens of a sequence, keys and values in {}; nodes of {} cards ({:.0} GB/s to each other{}), {} \
          between them ({} GB/s a card)",
         report.model,
         report.gpu,
@@ -89,6 +89,7 @@ fn words(scale: &Scale<'_>, report: &Report<'_>) -> String {
         scale.kv,
         report.node_cards,
         scale.gpu.peer_gb_per_s(),
+        if scale.gpu.nvlink_gb_per_s.is_some() { "" } else { ", over PCIe" },
         report.network,
         scale.network.gb_per_s,
     );

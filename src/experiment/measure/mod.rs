@@ -32,7 +32,6 @@ use super::cell::{Cell, Device};
 use super::engine::Engine;
 use super::record::Record;
 use super::spec::Grid;
-use crate::device::Cpu;
 use crate::policy::Registry;
 use crate::workload::FileSource;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -137,12 +136,14 @@ pub trait Comparisons: Sync {
     }
 
     /// Seconds that each of these comparisons will take, tried on pieces of them; `None` where nothing takes long.
-    fn seconds(&self, _comparisons: &[Vec<&Cell>], _registry: &Registry, _cpu: &Cpu) -> Option<Vec<f64>> {
+    /// Takes no more than the stage's limit; cells beyond it take no time.
+    fn seconds(&self, _comparisons: &[Vec<&Cell>], _stage: &Stage<'_>) -> Option<Vec<f64>> {
         None
     }
 
-    /// Bytes that a cell will take at its peak, all ranks together, from the shapes alone; `None` where nothing predicts them.
-    fn predicted_bytes(&self, _cell: &Cell) -> Option<u64> {
+    /// Bytes that a cell will take at its peak on so many threads, all ranks together, from the shapes alone; `None` where nothing
+    /// predicts them.
+    fn predicted_bytes(&self, _cell: &Cell, _threads: usize) -> Option<u64> {
         None
     }
 
@@ -306,6 +307,7 @@ mod example;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Cpu;
     use crate::experiment::axes::{Many, Tokens};
     use std::collections::BTreeMap;
 

@@ -4,7 +4,7 @@ use super::Scope;
 use crate::attention::cuda::cuda_kernel;
 use crate::attention::kernel;
 use crate::cache::MOST_PAGE_TOKENS;
-use crate::experiment::cell::{Cell, Device};
+use crate::experiment::cell::{Cell, Device, HEAD_DIM};
 use crate::experiment::policy_axis::choices;
 use crate::experiment::spec::Grid;
 use crate::policy::{Axis, Budget, BudgetError, Statistic};
@@ -55,7 +55,7 @@ pub(super) fn expand(grid: &Grid, scope: &Scope<'_>, kernel: &str, new_tokens: u
     if heads.is_empty() {
         return Err("heads are missing; write heads = \"8/2\" (query heads / KV heads)".into());
     }
-    let head_dims = from_file.map_or_else(|| grid.head_dim.or(64), |(.., head_dim, _)| vec![head_dim]);
+    let head_dims = from_file.map_or_else(|| grid.head_dim.or(HEAD_DIM), |(.., head_dim, _)| vec![head_dim]);
     let dtypes = from_file.map_or_else(|| grid.dtype.or(DType::F32), |(.., dtype)| vec![dtype]);
     if !grid.kv_format.is_empty() && grid.page_tokens.0.iter().any(|pages| pages.0 == 0) {
         return Err("kv_format is of a cache, which has pages; leave page_tokens = \"contiguous\" out".into());
@@ -142,6 +142,11 @@ fn check(cell: &Cell, scope: &Scope<'_>) -> Result<(), String> {
         return Err(format!("{} tokens with {} heads are more than can be counted", shape.kv_len, cell.heads()));
     }
     cell.params().check().map_err(|error| text(&error))?;
+    if let (false, Some(window)) = (cell.causal, cell.window) {
+        return Err(format!(
+            "causal is false, and a window of {window} is of keys up to a query's own; leave one of them out"
+        ));
+    }
     check_kernel(cell)?;
     if let Some(tokens) = cell.page_tokens.filter(|&tokens| tokens > MOST_PAGE_TOKENS) {
         return Err(format!(

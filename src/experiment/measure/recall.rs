@@ -68,6 +68,11 @@ impl Measurement for Recall {
 }
 
 impl Comparisons for Recall {
+    fn predicted_bytes(&self, cell: &Cell, _: usize) -> Option<u64> {
+        let (memory, episode) = parts(cell).ok()?;
+        Some(episode.peak_bytes(&memory))
+    }
+
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
         let of = records.len() as f64;
         let run = |(index, record): (usize, Record)| {

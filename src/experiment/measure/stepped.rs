@@ -3,7 +3,7 @@
 //! Both try ways to take the same steps of the same model: rounds of a few timed steps, each round begun anew. They differ in what a way
 //! is.
 
-use super::{Measure, Scope};
+use super::Measure;
 use crate::experiment::cell::Cell;
 use crate::experiment::spec::Grid;
 use crate::memory::LabelBytes;
@@ -36,14 +36,11 @@ impl Stepped<'_> {
     /// # Errors
     ///
     /// One line where a field is missing or holds what cannot be run.
-    pub(super) fn cells(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
+    pub(super) fn cells(&self, grid: &Grid) -> Result<Vec<Cell>, String> {
         let Stepped { measure, field, ways, example, .. } = *self;
         if ways.is_empty() || grid.context_tokens.is_empty() {
             let both = format!("{field} = {example} and context_tokens = 256");
             return Err(format!("{field} and context_tokens are both needed; write {both}"));
-        }
-        if scope.file.is_some() {
-            return Err("training reads generated text; leave [file] out".into());
         }
         let rounds = grid.samples.unwrap_or(ROUNDS);
         if rounds == 0 {

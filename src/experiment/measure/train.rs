@@ -13,7 +13,6 @@ use crate::experiment::record::{Memory, Record, Refused, Status, Training, Work}
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
 use crate::memory::{Label, LabelBytes};
-use crate::policy::Registry;
 use crate::ranks::{OfRank, RankError, threads};
 use crate::train::run::TrainError;
 use crate::train::steps::{OfSteps, SharedOut, Steps};
@@ -55,7 +54,7 @@ impl Measurement for Train {
         "step"
     }
 
-    fn expand(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
+    fn expand(&self, grid: &Grid, _scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
         Stepped {
             measure: Measure::TRAIN,
             field: "ranks",
@@ -64,7 +63,7 @@ impl Measurement for Train {
             with: |cell, ranks| Cell { ranks: Some(ranks), ..cell },
             config: |cell| Ok(open(cell)?.config().clone()),
         }
-        .cells(grid, scope)
+        .cells(grid)
     }
 
     fn runs(&self) -> Runs<'_> {
@@ -79,7 +78,7 @@ fn open(cell: &Cell) -> Result<Steps, TrainError> {
     let shared: SharedOut =
         cell.ranks.as_deref().ok_or_else(missing)?.parse().map_err(|error| misfit(format!("{error}")))?;
     let model = cell.model.as_deref().ok_or_else(missing)?;
-    Steps::open(Path::new(model), [cell.batch, cell.context_tokens], shared)
+    Steps::open(Path::new(model), [cell.batch, cell.context_tokens], cell.seed, shared)
 }
 
 impl Comparisons for Train {
@@ -87,7 +86,7 @@ impl Comparisons for Train {
         (device == Device::Cuda).then(|| "ranks are threads of the CPU".into())
     }
 
-    fn predicted_bytes(&self, cell: &Cell) -> Option<u64> {
+    fn predicted_bytes(&self, cell: &Cell, _: usize) -> Option<u64> {
         Some(open(cell).ok()?.predicted().iter().map(sum).sum())
     }
 
@@ -95,11 +94,15 @@ impl Comparisons for Train {
         true
     }
 
-    fn seconds(&self, comparisons: &[Vec<&Cell>], _: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
+    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
+        let cpu = stage.engine.for_models().ok()?;
         let comparison = |cells: &Vec<&Cell>| {
             let one = Cpu::new(Some(1)).ok()?;
             let cell = |cell: &&Cell| {
                 let steps = open(cell).ok()?;
+                if self.predicted_bytes(cell, 1)? > stage.limit_bytes {
+                    return Some(0.0);
+                }
                 let together = steps.shared().ranks.min(cores_of(cpu)) as f64;
                 // Ranks that compute at once share caches and memory, as threads of one pass do.
                 let flop_per_s = steps.flop_per_s(if together > 1.0 { cpu } else { &one }).ok()?;
@@ -255,6 +258,7 @@ fn seconds(steps: &Steps, flop_per_s: f64, together: f64, rounds: usize) -> f64 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::Registry;
 
     fn cells(ranks: &[&str]) -> Result<Vec<Cell>, String> {
         let text = format!(
@@ -299,7 +303,7 @@ mod tests {
                 );
                 in_all += rank.peak_bytes;
             }
-            assert_eq!(Train.predicted_bytes(cell), Some(in_all), "{way}");
+            assert_eq!(Train.predicted_bytes(cell, 1), Some(in_all), "{way}");
             let memory = record.memory.as_ref().unwrap();
             assert_eq!((memory.residual_bytes, record.latency["step"].samples_ns.len()), (0, 2 * STEPS), "{way}");
             assert_eq!(record.training.as_ref().unwrap().losses.len(), 1 + STEPS, "{way}");
@@ -309,7 +313,7 @@ mod tests {
     #[test]
     fn what_has_no_room_for_all_ranks_is_out_of_memory_and_says_how_much_it_is() {
         let cells = cells(&["zero:ranks=4,stage=0", "zero:ranks=4,stage=3"]).unwrap();
-        let needed = [0, 1].map(|cell: usize| Train.predicted_bytes(&cells[cell]).unwrap());
+        let needed = [0, 1].map(|cell: usize| Train.predicted_bytes(&cells[cell], 1).unwrap());
         assert!(needed[1] < needed[0]);
         let records = records(&cells, needed[0] - 1);
         assert_eq!([records[0].status, records[1].status], [Status::Oom, Status::Ok]);

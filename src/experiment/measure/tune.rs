@@ -6,13 +6,10 @@
 
 use super::stepped::{STEPS, Stepped, rounds_of, sum};
 use super::{Choice, Comparisons, Measure, Measurement, Runs, Scope, Stage};
-use crate::device::Cpu;
 use crate::experiment::cell::{Cell, Device};
-use crate::experiment::record::{Memory, Record, Refused, Status, Training, Work};
+use crate::experiment::record::{Memory, Record, Status, Training, Work};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
-use crate::memory::Label;
-use crate::policy::Registry;
 use crate::ranks::OfRank;
 use crate::train::run::TrainError;
 use crate::train::tuning::{Seen, TunedSteps, Tuning};
@@ -43,7 +40,7 @@ impl Measurement for Tune {
         "step"
     }
 
-    fn expand(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
+    fn expand(&self, grid: &Grid, _scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
         Stepped {
             measure: Measure::TUNE,
             field: "tuning",
@@ -52,7 +49,7 @@ impl Measurement for Tune {
             with: |cell, tuning| Cell { tuning: Some(tuning), ..cell },
             config: |cell| Ok(open(cell)?.config().clone()),
         }
-        .cells(grid, scope)
+        .cells(grid)
     }
 
     fn runs(&self) -> Runs<'_> {
@@ -67,7 +64,7 @@ fn open(cell: &Cell) -> Result<TunedSteps, TrainError> {
     let tuning: Tuning =
         cell.tuning.as_deref().ok_or_else(missing)?.parse().map_err(|error| misfit(format!("{error}")))?;
     let model = cell.model.as_deref().ok_or_else(missing)?;
-    TunedSteps::open(Path::new(model), [cell.batch, cell.context_tokens], tuning)
+    TunedSteps::open(Path::new(model), [cell.batch, cell.context_tokens], cell.seed, tuning)
 }
 
 impl Comparisons for Tune {
@@ -79,13 +76,19 @@ impl Comparisons for Tune {
         true
     }
 
-    fn seconds(&self, comparisons: &[Vec<&Cell>], _: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
+    fn predicted_bytes(&self, cell: &Cell, threads: usize) -> Option<u64> {
+        Some(sum(&open(cell).ok()?.predicted(threads).ok()?))
+    }
+
+    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
+        let (cpu, limit_bytes) = (stage.engine.for_models().ok()?, stage.limit_bytes);
+        let fits = |steps: &TunedSteps| steps.predicted(cpu.threads()).is_ok_and(|bytes| sum(&bytes) <= limit_bytes);
         // One round of a cell, tried; those that compute more take longer by as much.
         let comparison = |cells: &Vec<&Cell>| {
-            let steps: Vec<_> = cells.iter().filter_map(|cell| open(cell).ok()).collect();
-            let cheapest = steps.iter().min_by_key(|steps| steps.trained_count())?;
+            let steps: Vec<_> = cells.iter().filter_map(|cell| open(cell).ok()).filter(fits).collect();
+            let Some(cheapest) = steps.iter().min_by_key(|steps| steps.trained_count()) else { return Some(0.0) };
             let began = Instant::now();
-            cheapest.run(cpu, STEPS, u64::MAX).ok()?;
+            cheapest.run(cpu, STEPS, limit_bytes).ok()?;
             let (round_s, rounds) = (began.elapsed().as_secs_f64(), rounds_of(cells[0]));
             Some(steps.iter().map(|steps| steps.flop() / cheapest.flop()).sum::<f64>() * round_s * rounds as f64)
         };
@@ -142,8 +145,6 @@ impl Measured {
         if predicted_peak_bytes > limit_bytes {
             record.status = Status::Oom;
             record.reason = Some(format!("it needs {predicted_peak_bytes} bytes; the limit is {limit_bytes}"));
-            let (label, requested_bytes) = (Label::Weights.name().into(), predicted_peak_bytes);
-            record.refused = Some(Refused { label, requested_bytes, free_bytes: Some(limit_bytes) });
         }
         Measured { record, steps, seen: Seen::default() }
     }
@@ -183,7 +184,9 @@ impl Measured {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Cpu;
     use crate::memory::LabelBytes;
+    use crate::policy::Registry;
 
     fn cells(tuning: &[&str]) -> Result<Vec<Cell>, String> {
         let text = format!(

@@ -8,10 +8,10 @@ use crate::experiment::cell::Cell;
 use crate::experiment::engine::Engine;
 use crate::experiment::environment;
 use crate::experiment::grid::Experiment;
-use crate::experiment::measure::Prepared;
+use crate::experiment::measure::{Comparisons, Prepared};
 use crate::experiment::record::{Record, Status};
 use crate::experiment::runner::Options;
-use crate::experiment::store::Joint;
+use crate::experiment::store::{Joint, finished};
 use crate::policy::Registry;
 use std::collections::HashSet;
 
@@ -29,7 +29,7 @@ impl Work {
         }
     }
 
-    /// Leaves out cells that have a record.
+    /// Leaves out cells that have a record; of those that are measured in turn none, where one is missing.
     fn without(self, recorded: &HashSet<String>) -> Self {
         match self {
             Work::Trials(mut cells) => {
@@ -37,7 +37,10 @@ impl Work {
                 Work::Trials(cells)
             }
             Work::Together(mut cells) => {
-                cells.retain(|cell| !recorded.contains(&cell.id()));
+                let is_missing = |cell: &Cell| !recorded.contains(&cell.id());
+                let takes_turns = cells[0].measure.comparisons().is_some_and(Comparisons::takes_turns);
+                let is_again = takes_turns && cells.iter().any(is_missing);
+                cells.retain(|cell| is_again || is_missing(cell));
                 Work::Together(cells)
             }
         }
@@ -60,7 +63,7 @@ pub(super) fn run(
     let (config, environment) = described(experiment, engine, options);
     let base = options.out.join(&experiment.spec.name);
     let joint = Joint::open(&base, &experiment.config_hash(), &config, &environment)?;
-    let recorded = ids(&joint.records()?);
+    let recorded = recorded_of(&joint.records()?, options.limit_bytes);
     let mut todo: Vec<(String, Work)> =
         together.chain(in_trials).map(|(id, work)| (id, work.without(&recorded))).collect();
     todo.retain(|(_, work)| work.cells() > 0);
@@ -79,7 +82,7 @@ pub(super) fn run(
                 continue;
             };
             let all = work.cells();
-            let work = work.without(&ids(&there));
+            let work = work.without(&recorded_of(&there, options.limit_bytes));
             progress(Progress::Elsewhere(all - work.cells()));
             let worker = Some(worker.clone());
             let mut runner = Runner { experiment, engine, options, store, worker, records: Vec::new(), progress };
@@ -98,6 +101,12 @@ pub(super) fn run(
     let records = joint.records()?;
     let missing = experiment.cells.len() - ids(&records).len();
     Ok(Outcome { folder: joint.folder, run_id: joint.run_id, records, failed, missing })
+}
+
+/// Cells that are not run again: those that are done, and those that failed.
+fn recorded_of(records: &[Record], limit_bytes: u64) -> HashSet<String> {
+    let failed = records.iter().filter(|record| record.status == Status::Failed).map(|record| record.cell_id.clone());
+    finished(records, limit_bytes).into_iter().chain(failed).collect()
 }
 
 fn ids(records: &[Record]) -> HashSet<String> {

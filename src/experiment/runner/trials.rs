@@ -13,7 +13,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 /// Samples that a cell takes even when its time is up.
-const LEAST_SAMPLES: usize = 3;
+pub(in crate::experiment) const LEAST_SAMPLES: usize = 3;
 
 /// A cell in the rotation.
 struct Running {

@@ -3,7 +3,7 @@
 use super::Zero;
 use super::averages::BUCKET;
 use super::sharing::part;
-use crate::train::checkpoint::{self, Array, Progress};
+use crate::train::checkpoint::{self, Array, Identity, Progress};
 use crate::train::export;
 use crate::train::origin::Start;
 use crate::train::parameters::{Parameter, Parameters};
@@ -36,8 +36,8 @@ impl Zero<'_> {
     }
 
     /// Goes on from a checkpoint, of any number of ranks.
-    pub(in crate::train) fn load(&mut self, folder: &Path, digest: &str) -> Result<Progress, TrainError> {
-        checkpoint::load(folder, digest, lens(self.whole), &mut |array, values| {
+    pub(in crate::train) fn load(&mut self, folder: &Path, identity: &Identity) -> Result<Progress, TrainError> {
+        checkpoint::load(folder, identity, lens(self.whole), &mut |array, values| {
             for (whole, own) in tensor_parallel::pairs(self.whole, self.sharing.parameters) {
                 let places = if array == Array::Weights { Some((&whole.range, &own.range)) } else { None };
                 let trained = || whole.gradient.as_ref().zip(own.gradient.as_ref());
@@ -56,7 +56,7 @@ impl Zero<'_> {
     pub(in crate::train) fn save(
         &mut self,
         folder: &Path,
-        digest: &str,
+        identity: &Identity,
         progress: &Progress,
         files: &[(&str, String)],
     ) -> Result<(), TrainError> {
@@ -67,7 +67,7 @@ impl Zero<'_> {
         }
         // The checkpoint last: what goes on from the last step's has the model already.
         export::write(folder, files, self.whole, |take| self.each_whole(Array::Weights, take))?;
-        checkpoint::save(folder, digest, progress, lens(self.whole), &mut |array, take| self.each_whole(array, take))
+        checkpoint::save(folder, identity, progress, lens(self.whole), &mut |array, take| self.each_whole(array, take))
     }
 
     /// Lets the first rank `take` all numbers of an array of the whole model. Where ranks share blocks, the first of each part gathers its

@@ -8,6 +8,7 @@ use super::group::{Group, alone_samples};
 use crate::device::Cpu;
 use crate::eval::{EvalError, Evaluator, Watch, reads_alone};
 use crate::experiment::cell::Cell;
+use crate::experiment::measure::Stage;
 use crate::model::{Config, locate};
 use crate::policy::Registry;
 use std::path::Path;
@@ -36,19 +37,20 @@ struct Probe {
 }
 
 /// Seconds of each comparison; nothing of those that cannot be tried, which fail when they run.
-pub fn seconds(comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Vec<f64> {
+pub fn seconds(comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
+    let (registry, cpu, limit_bytes) = (stage.registry, stage.engine.for_models().ok()?, stage.limit_bytes);
     let mut probes: Vec<(Cell, Option<Probe>)> = Vec::new();
     let mut one = |cells: &Vec<&Cell>| {
         // What others of the same task took is known. Of a text, the length decides how many pieces there are.
         let context_tokens = if cells[0].text.is_some() { cells[0].context_tokens } else { 0 };
         let like = Cell { context_tokens, seed: 0, ..cells[0].without_choice() };
         let at = probes.iter().position(|(known, _)| *known == like).unwrap_or_else(|| {
-            probes.push((like, probe(cells, registry, cpu).ok()));
+            probes.push((like, probe(cells, registry, cpu, limit_bytes).ok()));
             probes.len() - 1
         });
         probes[at].1.as_ref().map_or(0.0, |probe| of(probe, cells, registry))
     };
-    comparisons.iter().map(&mut one).collect()
+    Some(comparisons.iter().map(&mut one).collect())
 }
 
 fn of(probe: &Probe, cells: &[&Cell], registry: &Registry) -> f64 {
@@ -89,24 +91,30 @@ fn token_work(cell: &Cell, tokens: f64) -> f64 {
 }
 
 /// Runs a sample; some tasks need more room than [`PROBE_TOKENS`].
-fn probe(cells: &[&Cell], registry: &Registry, cpu: &Cpu) -> Result<Probe, EvalError> {
+fn probe(cells: &[&Cell], registry: &Registry, cpu: &Cpu, limit_bytes: u64) -> Result<Probe, EvalError> {
     let start = Instant::now();
-    let Group { samples, .. } = Group::open(cells, registry, u64::MAX)?;
+    let Group { samples, .. } = Group::open(cells, registry, limit_bytes)?;
     let open_s = start.elapsed().as_secs_f64();
     let context_tokens = cells[0].context_tokens;
-    let tried = probe_of(context_tokens.min(PROBE_TOKENS), cells, registry, cpu);
-    let tried = tried.or_else(|_| probe_of(context_tokens, cells, registry, cpu))?;
+    let of = |tokens| probe_of(tokens, cells, registry, cpu, limit_bytes);
+    let tried = of(context_tokens.min(PROBE_TOKENS)).or_else(|_| of(context_tokens))?;
     let count = samples.last().map_or(0, |prompt| prompt.sample + 1);
     Ok(Probe { open_s, samples: count, prompts: samples.len(), ..tried })
 }
 
 /// Runs the first sample under some of the cells.
-fn probe_of(context_tokens: usize, cells: &[&Cell], registry: &Registry, cpu: &Cpu) -> Result<Probe, EvalError> {
+fn probe_of(
+    context_tokens: usize,
+    cells: &[&Cell],
+    registry: &Registry,
+    cpu: &Cpu,
+    limit_bytes: u64,
+) -> Result<Probe, EvalError> {
     // Policies differ in what their scores cost.
     let places = (0..cells.len()).step_by(cells.len().div_ceil(PROBED_CELLS));
     let tried: Vec<Cell> = places.map(|at| Cell { samples: Some(1), context_tokens, ..cells[at].clone() }).collect();
     let tried: Vec<&Cell> = tried.iter().collect();
-    let group = Group::open(&tried, registry, u64::MAX)?;
+    let group = Group::open(&tried, registry, limit_bytes)?;
     let treatments = group.treatments()?;
     let prompt = &group.samples[0];
     // The first run takes the memory and finds the files cold.

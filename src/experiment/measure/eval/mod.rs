@@ -12,13 +12,11 @@ mod tally;
 mod together;
 
 use super::{Choice, Comparisons, Measurement, Runs, Scope, Stage};
-use crate::device::Cpu;
 use crate::experiment::cell::{Cell, Device};
 use crate::experiment::engine::MODELS_ON_CPU;
 use crate::experiment::record::{Record, Status};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
-use crate::policy::Registry;
 pub(super) use grid::with_random;
 use journal::Journal;
 use std::io;
@@ -88,8 +86,8 @@ impl Comparisons for Eval {
         (device == Device::Cuda).then(|| MODELS_ON_CPU.into())
     }
 
-    fn seconds(&self, comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
-        Some(estimate::seconds(comparisons, registry, cpu))
+    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
+        estimate::seconds(comparisons, stage)
     }
 
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {

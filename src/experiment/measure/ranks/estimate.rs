@@ -3,17 +3,14 @@
 //! Computing of a ring grows with the square of the context, all else with its length. The reference, which looks at a few rows, is run
 //! once.
 
-use super::{Measured, SAMPLES, draw, one_thread, shared};
+use super::{Measured, SAMPLES, draw, needed_bytes, one_thread, shared};
 use crate::attention::kernel;
-use crate::device::Cpu;
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::{Stage, TrialError};
 use crate::experiment::record::Record;
 use crate::memory::Arena;
-use crate::policy::Registry;
 use crate::ranks::cost::Links;
 use crate::ranks::{OfRank, Rank, RankError, Shared, threads};
-use std::path::Path;
 use std::time::Instant;
 
 /// Of the context, what is tried.
@@ -22,16 +19,16 @@ const PART: usize = 4;
 const LEAST_TOKENS: usize = 512;
 
 /// Seconds of a comparison; `None` where it cannot run.
-pub(super) fn seconds(cells: &[&Cell], registry: &Registry, cpu: &Cpu) -> Option<f64> {
-    let stage = Stage { registry, engine: cpu.into(), limit_bytes: u64::MAX, folder: Path::new("") };
+pub(super) fn seconds(cells: &[&Cell], stage: &Stage<'_>) -> Option<f64> {
     let mut sum_s = 0.0;
-    for (index, cell) in cells.iter().enumerate() {
-        let (one_s, unchecked_s) = tried(cell, &stage).ok()?;
+    let fits = |cell: &&&Cell| needed_bytes(cell).is_ok_and(|bytes| bytes <= stage.limit_bytes);
+    for (index, cell) in cells.iter().filter(fits).enumerate() {
+        let (one_s, unchecked_s) = tried(cell, stage).ok()?;
         sum_s += (SAMPLES + 1) as f64 * one_s;
         if index == 0 {
             // Every cell is checked on the same rows.
             let (mut part, times) = part(cell);
-            let checked_s = timed(|| part.round(true, &stage)).ok()?;
+            let checked_s = timed(|| part.round(true, stage)).ok()?;
             sum_s += cells.len() as f64 * (checked_s - unchecked_s).max(0.0) * times;
         }
     }

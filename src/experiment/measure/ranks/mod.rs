@@ -15,7 +15,6 @@ use crate::experiment::record::{Memory, Record, Status, Work};
 use crate::experiment::runner::latency;
 use crate::experiment::spec::Grid;
 use crate::memory::{Arena, ArenaError, Label};
-use crate::policy::Registry;
 use crate::ranks::{Asked, Method, OfRank, Rank, RankError, Shared, cost, scatter, threads};
 use crate::tensor::Tensor;
 use rand::{RngExt, SeedableRng};
@@ -53,9 +52,6 @@ impl Measurement for Ranks {
     fn expand(&self, grid: &Grid, scope: &Scope<'_>) -> Result<Vec<Cell>, String> {
         if grid.ranks.is_empty() {
             return Err("ranks are missing; write ranks = [\"ring:1\", \"ring:2\", \"ring:4\"], or tree:N".into());
-        }
-        if scope.file.is_some() {
-            return Err("ranks draw their inputs; leave [file] out".into());
         }
         let mut cells = Vec::new();
         for text in &grid.ranks.0 {
@@ -103,7 +99,7 @@ impl Comparisons for Ranks {
         (device == Device::Cuda).then(|| "ranks are threads of the CPU".into())
     }
 
-    fn predicted_bytes(&self, cell: &Cell) -> Option<u64> {
+    fn predicted_bytes(&self, cell: &Cell, _: usize) -> Option<u64> {
         needed_bytes(cell).ok()
     }
 
@@ -111,8 +107,8 @@ impl Comparisons for Ranks {
         true
     }
 
-    fn seconds(&self, comparisons: &[Vec<&Cell>], registry: &Registry, cpu: &Cpu) -> Option<Vec<f64>> {
-        comparisons.iter().map(|cells| estimate::seconds(cells, registry, cpu)).collect()
+    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
+        comparisons.iter().map(|cells| estimate::seconds(cells, stage)).collect()
     }
 
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
