@@ -79,6 +79,7 @@ KERNEL(256) score_protect(ARGUMENT Lists l, ARGUMENT Choice c) {
     if (slot >= len) return;
     float *const score = c.scores + (long long)list * c.width + slot;
     if (!is_number(*score)) return; // the host will tell of it
+    if (*score == 0.0f) *score = 0.0f; // -0 equals it, and would be below it by its bits
     if (slot >= len - c.recent) *score = highest + 1.0f;
     if (origin_of(l, list, slot) < c.sink) *score = highest + 2.0f;
 }

@@ -167,7 +167,7 @@ impl ReadingArgs {
         self.compute.refuse_cuda()?;
         let mut writes = vec![("--output", self.output.as_path())];
         writes.extend(self.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
-        output::check_files(&[("--text", self.text.as_path())], &writes)?;
+        output::check_files(&[("--text", self.text.as_path()), ("--model", self.model.as_path())], &writes)?;
         for (option, count) in [("--chunk", Some(self.chunk)), ("--tokens", self.tokens)] {
             if count == Some(0) {
                 return Err(Failure::usage(format!("{option} is 0; it must be at least 1")));

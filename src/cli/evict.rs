@@ -17,7 +17,7 @@ use crate::device::Cpu;
 use crate::eviction::{Asked, Given, Loss, Own, loss, retain};
 use crate::format::KvFormat;
 use crate::memory::{Arena, Label};
-use crate::policy::{Averages, Budget, Policy, Registry, Schedule, Statistic};
+use crate::policy::{Averages, Axis, Budget, Policy, Registry, Schedule, Statistic};
 use crate::tensor::file::{self, Output, TensorFile};
 use crate::tensor::{Tensor, TensorView};
 use crate::units;
@@ -251,6 +251,22 @@ struct Outcome<'a> {
     used: Option<Used>,
 }
 
+impl Outcome<'_> {
+    /// Refuses a cache that could not hold its numbers: nothing is written of one.
+    fn check(&self, loss: Option<&Loss>) -> Result<(), Failure> {
+        let wrong = self.rows.iter().find(|(_, rows)| !rows.iter().all(|x| x.is_finite())).map(|(name, _)| *name);
+        let error =
+            loss.and_then(|loss| loss.output_error).filter(|error| !error.is_finite()).map(|_| "attention over it");
+        match wrong.or(error) {
+            Some(what) => Err(Failure::work(format!(
+                "the cache does not hold what it was given: {what} has NaN or infinity, and nothing was written; take a format \
+                 with a wider range"
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
 impl Args {
     fn check_files(&self) -> Result<(), Failure> {
         let mut writes = vec![("--output", self.output.as_path())];
@@ -280,15 +296,24 @@ impl Args {
         outcome: &Outcome<'_>,
     ) -> Result<(), Failure> {
         let (shape, dtype) = (&tensors.shape, tensors.k.dtype());
-        write(self, shape, outcome)?;
         // These queries are not part of what is measured.
         let future = match file.has("q_future") {
             true => Some(file.load("q_future", &Arena::unlimited(), Label::Input)?),
             false => None,
         };
-        let future = future.filter(|q| q.dims()[..2] == [shape.batch, shape.q_heads] && q.dims()[3] == shape.head_dim);
+        if let Some(q) = &future {
+            let [batch, heads, _, width] = q.dims();
+            if [batch, heads, width] != [shape.batch, shape.q_heads, shape.head_dim] {
+                let (found, Shape { batch, q_heads, head_dim, .. }) = (q.dims(), shape);
+                return Err(Failure::usage(format!(
+                    "q_future is {found:?}; it must be [{batch}, {q_heads}, any, {head_dim}]"
+                )));
+            }
+        }
         let evicts = policy.selection.is_none();
         let loss = evicts.then(|| tensors.loss(future.as_ref(), outcome));
+        outcome.check(loss.as_ref())?;
+        write(self, shape, outcome)?;
         let lens = || outcome.kept.iter().map(|kept| kept.len());
         let kept: usize = lens().sum();
         let mut warnings = policy.warnings(budget_tokens, shape.kv_len, 0, (1, shape.kv_heads));
@@ -301,10 +326,8 @@ impl Args {
             warnings.push(told.into());
         }
         let averages = policy.scorer.as_ref().map_or(Averages::Nothing, |scorer| scorer.averages());
-        if file.metadata("layers").is_some()
-            && shape.batch > 1
-            && (!policy.layers.is_even() || averages == Averages::Layers)
-        {
+        let is_of_layers = file.metadata("layers").is_some() || policy.parameters.extent(Axis::Layers).is_some();
+        if is_of_layers && shape.batch > 1 && (!policy.layers.is_even() || averages == Averages::Layers) {
             let told =
                 "each of the file's layers is a problem of its own here: nothing is divided, or averaged, over layers";
             warnings.push(told.into());

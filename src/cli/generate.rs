@@ -12,6 +12,7 @@ use crate::eval::Protocol;
 use crate::format::RowFormat;
 use crate::model::{ChatTemplate, Generated, Model, OneSequence, Sampler, Sampling, Setup, Text, generate, locate};
 use crate::policy::Registry;
+use crate::stats::quantile;
 use crate::units;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -111,7 +112,9 @@ struct Report {
 pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let model_args = &args.model;
     let sampling = sampling(args)?;
-    output::check_json(model_args.json.as_deref())?;
+    let writes = model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path));
+    let reads = args.context.as_deref().map(|path| ("--context", path)).into_iter().chain(model_args.reads());
+    output::check_files(&reads.collect::<Vec<_>>(), writes.as_slice())?;
     let text = model_args.text()?;
     if let Some(context) = &args.context {
         return questions::run(args, registry, context, sampling, &text);
@@ -189,8 +192,6 @@ impl Args {
         if self.model.json.is_none() {
             output::print("\n")?;
         }
-        let mut steps = ran.generated.step_ns.clone();
-        steps.sort_unstable();
         let report = Report {
             model: self.model.model.clone(),
             architecture: opened.model.config.family.architecture(),
@@ -211,7 +212,7 @@ impl Args {
             seed: self.model.seed,
             hardware: ran.hardware,
             first_token_ns: ran.generated.first_token_ns,
-            step_ns: steps.get(steps.len() / 2).copied(),
+            step_ns: median_ns(&ran.generated.step_ns).map(|ns| ns.round() as u64),
             evicted_tokens: ran.evicted_tokens,
             weights_bytes: ran.weights_bytes,
             prompt_kv_bytes: ran.generated.prompt_kv_bytes,
@@ -229,6 +230,12 @@ impl Args {
             }
         }
     }
+}
+
+/// Median of times; nothing where there are none.
+fn median_ns(times_ns: &[u64]) -> Option<f64> {
+    let times: Vec<f64> = times_ns.iter().map(|&ns| ns as f64).collect();
+    (!times.is_empty()).then(|| quantile(&times, 0.5))
 }
 
 fn sampling(args: &Args) -> Result<Sampling, Failure> {

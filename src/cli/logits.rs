@@ -10,7 +10,7 @@ use super::policy::Used;
 use crate::format::RowFormat;
 use crate::memory::{Arena, Buffer, Label};
 use crate::model::{Model, ModelError, Setup, sequences};
-use crate::policy::Registry;
+use crate::policy::{Policy, Registry};
 use crate::tensor::file::{self, Output};
 use crate::units;
 use serde::Serialize;
@@ -45,7 +45,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
     /// Tokens of each sequence after which the policy evicts
-    #[arg(long, value_name = "N", requires = "policy", help_heading = "What is evicted")]
+    #[arg(long, value_name = "N", requires = "policy", conflicts_with = "memory", help_heading = "What is evicted")]
     evict_after: Option<usize>,
     #[command(flatten)]
     model: ModelArgs,
@@ -88,7 +88,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let model_args = &args.model;
     let mut writes = vec![("--output", args.output.as_path())];
     writes.extend(model_args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path)));
-    let reads: Vec<_> = [("--tokens", args.tokens.as_path())].into_iter().chain(model_args.file.read()).collect();
+    let reads: Vec<_> = [("--tokens", args.tokens.as_path())].into_iter().chain(model_args.reads()).collect();
     output::check_files(&reads, &writes)?;
     let sequences = sequences(&args.tokens)?;
     if let Some(index) = model_args.compute.cuda() {
@@ -177,6 +177,13 @@ impl Args {
         }
         file::write(&self.output, &outputs)?;
         let contexts: Vec<usize> = sequences.iter().map(|tokens| self.evict_after.unwrap_or(tokens.len())).collect();
+        let is_unseen = opened.policy.as_ref().is_some_and(is_behind_context) && self.evict_after == Some(longest);
+        let unseen = is_unseen.then(|| {
+            format!("no logits see what the policy does: nothing follows the {longest} tokens of --evict-after")
+        });
+        output::warn(unseen.as_slice());
+        let mut warnings = self.model.warnings(opened, setup, &contexts);
+        warnings.extend(unseen);
         let report = Report {
             model: self.model.model.clone(),
             architecture: opened.model.config.family.architecture(),
@@ -200,13 +207,18 @@ impl Args {
             weights_bytes: ran.weights_bytes,
             kv_bytes_live: ran.kv_bytes_live,
             peak_bytes: ran.peak_bytes,
-            warnings: self.model.warnings(opened, setup, &contexts),
+            warnings,
         };
         match &self.model.json {
             Some(target) => output::json(target, &report),
             None => output::print(&summary(&report)),
         }
     }
+}
+
+/// Whether logits of a context do not show what the policy does: it sets in behind it.
+fn is_behind_context(policy: &Policy) -> bool {
+    policy.selection.is_some() || policy.scorer.is_some() && policy.schedule.chunk_tokens.is_none()
 }
 
 /// Refuses an eviction that no logits would see, or that comes after the end of a sequence.
@@ -217,8 +229,7 @@ fn check_eviction(args: &Args, opened: &Opened, sequences: &[Vec<u32>]) -> Resul
             "--evict-after is {after}; the shortest sequence has {shortest} tokens, so it must be 1 to {shortest}"
         )));
     }
-    let evicts = opened.policy.as_ref().filter(|policy| policy.scorer.is_some());
-    if evicts.is_some_and(|policy| policy.schedule.chunk_tokens.is_none()) && args.evict_after.is_none() {
+    if opened.policy.as_ref().is_some_and(is_behind_context) && args.evict_after.is_none() {
         return Err(Failure::usage(
             "the policy would evict after the last token, where no logits see it; give --evict-after N, or '+chunks'"
                 .into(),

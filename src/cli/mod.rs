@@ -233,7 +233,8 @@ struct Compute {
     /// NVRTC for --device cuda [default: KVSIEVE_NVRTC, else the first that doctor lists]
     #[arg(long, value_name = "libnvrtc.so")]
     nvrtc: Option<PathBuf>,
-    /// Most memory that tensors may take, as 8GiB or 512MiB [default: 80% of what is available; a GPU's free memory]; ranks of a machine share it
+    /// Most memory that tensors may take, as 8GiB or 512MiB; ranks of a machine share it [default: 80% of what is available; a GPU's
+    /// free memory]
     #[arg(long, value_name = "BYTES", value_parser = units::parse_bytes)]
     limit_memory: Option<u64>,
 }

@@ -14,7 +14,7 @@ use crate::model::{Decoder, Eviction, Model, Repeat, Setup, Text, locate};
 use crate::policy::{Budget, Policy, Registry};
 use crate::tensor::DType;
 use crate::train::sensitivity;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The options of every command that runs a model.
 #[derive(clap::Args)]
@@ -54,7 +54,7 @@ pub struct ModelArgs {
     #[arg(help_heading = "What is evicted")]
     pub budget: Option<String>,
     /// What attention reads in place of the cache, perhaps with parameters (see `kvsieve list memories`) [default: the cache]
-    #[arg(long, value_name = "MEMORY", conflicts_with_all = ["policy", "kv_format"])]
+    #[arg(long, value_name = "MEMORY", conflicts_with_all = ["policy", "kv_format", "budget", "policy_file"])]
     pub memory: Option<String>,
     /// Seed of what is drawn
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -87,6 +87,11 @@ pub struct OnCuda {
 }
 
 impl ModelArgs {
+    /// What is read, with its options, for checks of what is written.
+    pub fn reads(&self) -> impl Iterator<Item = (&'static str, &Path)> {
+        [("--model", self.model.as_path())].into_iter().chain(self.file.read())
+    }
+
     /// Reads names and files, names first.
     pub fn open(&self, registry: &Registry) -> Result<Opened, Failure> {
         let (built, budget) = self.asked(registry)?;

@@ -53,8 +53,8 @@ pub fn is_stdout(target: &Path) -> bool {
     target == Path::new("-")
 }
 
-/// Refuses files that cannot be written, or that two options name, before any work is done: `reads` and `writes` are
-/// pairs of an option and its file.
+/// Refuses files that cannot be written, that two options name, or that are part of a folder which is read, before any work is
+/// done: `reads` and `writes` are pairs of an option and its file.
 pub fn check_files(reads: &[(&str, &Path)], writes: &[(&str, &Path)]) -> Result<(), Failure> {
     let all: Vec<_> = reads.iter().chain(writes).map(|&(option, path)| (option, path, resolved(path))).collect();
     for (index, (option, path, resolved)) in all.iter().enumerate() {
@@ -63,6 +63,11 @@ pub fn check_files(reads: &[(&str, &Path)], writes: &[(&str, &Path)]) -> Result<
                 "{option} is '{}', the same file as {other}; give each its own",
                 path.display()
             )));
+        }
+    }
+    for (option, path, resolved) in all.iter().skip(reads.len()).filter(|(.., resolved)| resolved.exists()) {
+        if let Some((of, ..)) = all[..reads.len()].iter().find(|read| resolved.parent() == Some(&read.2)) {
+            return Err(Failure::usage(format!("{option} is '{}', a file of {of}; name another", path.display())));
         }
     }
     writes.iter().try_for_each(|&(option, path)| check_writable(option, path))

@@ -290,8 +290,7 @@ impl Training<'_> {
             Some(Adapters { rank, base }) => {
                 let own = Parts { layers: adapter_parameters(self.subject, rank), ..Parts::default() };
                 let [parameter, gradient, optimizer] = states(own, self.updated());
-                let largest = (0..shape.layers).map(|layer| base.layer_bytes(shape, layer)).max().unwrap_or(0);
-                let largest = largest.max(base.embedding_bytes(shape)).max(base.last_bytes(shape));
+                let largest = base.largest_unit_bytes(shape);
                 let base = self.subject.weight_bytes(Some(base));
                 let shared = self.tensor_parallel * if self.zero >= 3 { self.data_parallel } else { 1 };
                 // A frozen unit has no gradients, and comes as it is kept.

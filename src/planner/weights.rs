@@ -63,7 +63,7 @@ impl WeightFormat {
     }
 
     /// Bytes of the token table, and of positions that are looked up beside it.
-    pub fn embedding_bytes(&self, model: &Architecture) -> u64 {
+    fn embedding_bytes(&self, model: &Architecture) -> u64 {
         let table = if model.tied { self.bits.head } else { self.bits.embedding };
         bytes(&[(model.outside().embedding, self.in_rows(table, model.hidden))])
     }
@@ -121,6 +121,13 @@ impl WeightFormat {
             (counts.matrices, self.in_rows(layers, model.hidden)),
             (counts.vectors, vectors),
         ])
+    }
+
+    /// Bytes of what is gathered at once where ranks share parameters: a block, the token table or the output matrix.
+    pub fn largest_unit_bytes(&self, model: &Architecture) -> u64 {
+        let blocks = (0..model.layers).map(|layer| self.layer_bytes(model, layer)).max().unwrap_or(0);
+        let head = bytes(&[(model.outside().head, self.in_rows(self.bits.head, model.hidden))]);
+        blocks.max(self.embedding_bytes(model)).max(head)
     }
 
     /// Bytes of all weights.

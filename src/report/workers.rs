@@ -117,10 +117,14 @@ mod tests {
         assert_eq!([1, 2, 4, 5, 6].map(has_ratio), [true, false, false, true, false]);
         let said = divided(&records).unwrap();
         assert!(
-            said.starts_with("2 of the comparisons") && said.contains("by task 7_1 on 'a' and task 7_2 on 'b'"),
+            said.starts_with("2 of the comparisons") && said.contains("by task 7_1 (process 1) on 'a' and task"),
             "{said}"
         );
         assert_eq!(divided(&records[..2]), None);
+        // A task that was begun again is another process.
+        let mut again = records[..2].to_vec();
+        again[1].worker.as_mut().unwrap().process = 2;
+        assert!(divided(&again).unwrap().contains("by task 7_1 (process 1) on 'a' and task 7_1 (process 2) on 'a'"));
         let parts = by_machine(records.to_vec(), &Value::Null);
         assert_eq!(parts.iter().map(|(_, records)| records.len()).collect::<Vec<_>>(), [6, 1]);
         assert!(parts[1].0.starts_with("Xeon, 2 threads, "), "{}", parts[1].0);

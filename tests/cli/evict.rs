@@ -520,6 +520,14 @@ fn wrong_tensors_are_named_in_one_line() {
             2,
             "tensor 'k' in 'in.safetensors' holds inf at [0, 1, 1, 2]",
         ),
+        (|all| all[3].values[7] = f32::NAN, &[], 2, "tensor 'q_future' in 'in.safetensors' holds NaN"),
+        (|all| dims(&mut all[3], [2, 2, 5, 16]), &[], 2, "q_future is [2, 2, 5, 16]; it must be [2, 4, any, 16]"),
+        (
+            |all| all[2].values[3] = 1e9,
+            &["--policy", "streaming-llm", "--kv-format", "f16"],
+            1,
+            "values has NaN or infinity, and nothing was written",
+        ),
         // Finite numbers whose squares are not: no number, and nothing is written.
         (|all| all[1].values[3 * 16] = 1e30, &[], 1, "policy gave the score -inf to slot 3 of KV head 0, sequence 0"),
     ];

@@ -67,6 +67,9 @@ fn logits_over_a_memory_are_written() {
         (vec!["--memory", "cameloot"], "unknown memory 'cameloot'; did you mean 'camelot'?"),
         (vec!["--memory", "camelot", "--policy", "h2o", "--budget", "3"], "cannot be used with"),
         (vec!["--memory", "camelot", "--kv-format", "int8"], "cannot be used with"),
+        (vec!["--memory", "camelot", "--budget", "3"], "cannot be used with"),
+        (vec!["--memory", "camelot", "--policy-file", "x"], "cannot be used with"),
+        (vec!["--json", "tests/checkpoints/llama/config.json"], "a file of --model; name another"),
         (vec!["--memory", "camelot", "--device", "cuda"], "memory 'camelot' is at work on the CPU only"),
     ] {
         generate(&more).code(2).stderr(contains(reason));

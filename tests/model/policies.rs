@@ -3,6 +3,7 @@
 use crate::common::models::{checkpoint, deviation, furthest};
 use kvsieve::device::Cpu;
 use kvsieve::memory::{Arena, Label};
+use kvsieve::model::config::RopeScaling;
 use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup};
 use kvsieve::policy::{POLICIES, PRESETS, Policy, Registry};
 use kvsieve::tensor::DType;
@@ -225,6 +226,26 @@ fn keys_of_a_batch_are_turned_by_the_frequencies_of_their_own_sequence() {
                 assert!(off < 1e-4, "{name}, sequence {sequence} of {} tokens: {off}", tokens.len());
             }
         }
+    }
+}
+
+/// Behind `rerotate` a model that was made for few tokens goes on as one that was made for more, as long as its lists are short.
+#[test]
+fn new_tokens_behind_rotated_keys_are_as_far_as_the_lists_are_long() {
+    for name in ["dynamic", "longrope"] {
+        let (model, tokens) = open(name);
+        let (mut longer, _) = open(name);
+        let original = match &mut longer.config.rope.scaling {
+            RopeScaling::Long { original_positions, .. } => original_positions,
+            _ => &mut longer.config.max_positions,
+        };
+        let (first, tokens) = (*original - 2, &tokens[..*original + 8]);
+        *original = 1 << 10;
+        let policy = policy("streaming-llm+rerotate");
+        let of = |model: &Model, budget| run(model, &[tokens], &[first], budget).logits.remove(0);
+        let off = furthest(&of(&model, Some((&policy, "6"))), &of(&longer, Some((&policy, "6"))));
+        assert!(off < 1e-5, "{name}: {off}");
+        assert!(furthest(&of(&model, None), &of(&longer, None)) > 0.1, "{name}: the dense cache is longer");
     }
 }
 

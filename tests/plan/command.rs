@@ -189,6 +189,9 @@ fn training_counts_what_a_card_holds_and_sends() {
     assert!((base / 8..base / 8 + 200_000_000).contains(&of(&lora, "parameter_bytes")), "{lora}");
     let table = 128_256 * 4096;
     assert_eq!(of(&lora, "gathered_bytes"), 2 * table);
+    // The table keeps 16 bits where blocks have four.
+    let qlora = train("--adapters 16 --weights nf4 --zero 3 --data-parallel 8");
+    assert_eq!(of(&qlora, "gathered_bytes"), 2 * table);
     assert_eq!(of(&train("--offload all"), "gathered_bytes"), 4 * table);
     // A card sends its part of gradients, and gets its part of parameters.
     let sent = train("--zero 2 --data-parallel 64 --offload optimizer");

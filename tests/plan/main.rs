@@ -7,6 +7,7 @@ mod common;
 mod files;
 mod goldens;
 mod properties;
+mod times;
 
 use kvsieve::planner::presets::{gpu, model};
 use kvsieve::planner::scenario::{Allocation, Attention, DEFAULT_OVERHEAD, Logits, Memory};

@@ -305,6 +305,14 @@ fn heads_of_the_lowest_gates_keep_the_first_and_the_recent_tokens() {
     std::fs::write(folder.path().join("config.json"), r#"{"sink_size": 1, "recent_size": 3}"#).unwrap();
     let as_trained = Registry::default().policy(&as_trained).unwrap();
     assert_eq!(kept(&model, &tokens, tokens.len(), (&as_trained, "12"), &hook), got);
+    for (sizes, expected) in [
+        (r#"{"recent_size": 0}"#, "recent_size is 0; a count of at least 1 is needed"),
+        (r#"{"sink_size": -1}"#, "sink_size is -1; a count of at least 0 is needed"),
+    ] {
+        std::fs::write(folder.path().join("config.json"), sizes).unwrap();
+        let said = of("0.1\t0.2\n").err().unwrap_or_default();
+        assert!(said.ends_with(expected), "{said}");
+    }
     std::fs::remove_file(folder.path().join("config.json")).unwrap();
     for (table, expected) in [
         ("0.1\t0.2\n0.9\n", "row 2 has 1 gates; 2 are needed"),

@@ -277,6 +277,24 @@ fn a_part_that_a_preset_brings_is_replaced_by_the_one_that_is_given() {
 }
 
 #[test]
+fn what_ada_gives_every_head_is_of_the_first_stage() {
+    let shape = shape([1, 4, 2, 96, 96, 16]);
+    let made = inputs(&problem(shape, DType::F32), 7);
+    let kept = |policy: &str| verdict(how(policy, 24), shape, &made).kept;
+    assert_eq!(kept("snapkv:window=8+critical:first=0+ada:floor=1"), kept("snapkv:window=8"));
+    assert_ne!(kept("snapkv:window=8+critical:first=0"), kept("snapkv:window=8"));
+}
+
+#[test]
+fn auto_goes_to_the_part_that_knows_it() {
+    let named = |text: &str| Registry::default().policy(text).map(drop).map_err(|error| error.to_string());
+    for text in ["duoattention:sink=auto", "duoattention:recent=auto"] {
+        assert_eq!(named(text), Ok(()), "{text}");
+    }
+    assert!(named("ada-snapkv:window=auto").unwrap_err().contains("window is 'auto'"));
+}
+
+#[test]
 fn keydiff_keeps_the_keys_least_like_the_mean() {
     // Unit vectors (1,0) three times, (0,1) once, of several lengths: the anchor is (3,1) / 4, and lengths do not count.
     let keys = [1.0, 0.0, 7.0, 0.0, 0.0, 5.0, 0.5, 0.0];
@@ -489,6 +507,10 @@ fn of_equal_scores_the_latest_stay() {
         let got = verdict(how(policy, 5), shape, &made);
         assert_eq!((got.kept, got.tie_rate), (vec![vec![7, 8, 9, 10, 11]], 1.0), "{policy}");
     }
+    // 0 and -0 are equal.
+    let shape = self::shape([1, 1, 1, 4, 6, 1]);
+    let keys = [-0.0, -0.0, 0.0, 0.0, 1.0, 1.0];
+    assert_eq!(verdict(how("keydiff", 2), shape, &with_keys(shape, &keys)).kept, [[2, 3]]);
 }
 
 #[test]

@@ -20,7 +20,7 @@ pub struct Replies {
     /// One for each question, counted from the end of the eviction on.
     #[serde(skip)]
     pub replies: Vec<Generated>,
-    /// Reading the context and evicting from it: the last time, where each question reads it again.
+    /// Reading the context and evicting from it: the first time, where each question reads it again.
     pub read_ns: u64,
     /// KV bytes of whole pages that the context then holds.
     pub kv_bytes_live: u64,
@@ -80,9 +80,12 @@ pub fn ask(
         let start = Instant::now();
         let mut behind_context = Vec::new();
         decoder.prefill(&[&prompt.context, &[]], |_, _, logits| behind_context = logits.to_vec())?;
-        found.read_ns = start.elapsed().as_nanos() as u64;
-        found.kv_bytes_live = decoder.sequence_kv_bytes(CONTEXT);
-        found.held_tokens = decoder.held_tokens(CONTEXT);
+        // Of the first, where there are several: all are of one prompt then.
+        if found.replies.is_empty() {
+            found.read_ns = start.elapsed().as_nanos() as u64;
+            found.kv_bytes_live = decoder.sequence_kv_bytes(CONTEXT);
+            found.held_tokens = decoder.held_tokens(CONTEXT);
+        }
         for asked in &prompt.asked {
             let mut fork = Fork { decoder: &mut decoder, behind_context: &behind_context };
             let mut sampler = Sampler::new(sampling);

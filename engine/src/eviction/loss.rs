@@ -124,7 +124,8 @@ impl List {
         }
         let total: f64 = weights.iter().sum();
         let distance = |(full, rest): (&f64, &f64)| {
-            let rest = if own_mass > 0.0 { rest / own_mass } else { 0.0 };
+            // No mass is no output; one that is no number is told.
+            let rest = if own_mass == 0.0 { 0.0 } else { rest / own_mass };
             (full / total - rest).powi(2)
         };
         let error = full.iter().zip(&rest).map(distance).sum();

@@ -371,7 +371,10 @@ impl<'a> Decoder<'a> {
         let factor = config.rope.attention_factor();
         let mut same = None;
         for chunk in chunks {
-            let own = (config.rope.is_dynamic() || same.is_none()).then(|| frequencies(chunk.horizon));
+            let own = (config.rope.is_dynamic() || same.is_none()).then(|| frequencies(self.horizon(chunk)));
+            if let (Some(own), Some(evictor)) = (&own, &mut self.evictor) {
+                evictor.turn(chunk.sequence, own);
+            }
             let frequencies = match own {
                 Some(own) => same.insert(own),
                 None => same.as_mut().expect("made for the first chunk"),
@@ -381,6 +384,21 @@ impl<'a> Decoder<'a> {
                 rope::angles(frequencies, position, factor, row);
             }
         }
+    }
+
+    /// Tokens of the sequence by which RoPE turns a chunk. Behind a prompt whose keys went to positions inside the cache, those
+    /// that its longest list holds.
+    fn horizon(&self, chunk: &Chunk) -> usize {
+        if !self.evictor.as_ref().is_some_and(|evictor| evictor.shortens(chunk.sequence)) {
+            return chunk.horizon;
+        }
+        let heads = self.model.config.kv_heads;
+        let lists = |layer: usize| {
+            let first = self.cache.list(layer * self.setup.batch + chunk.sequence, 0);
+            &self.cache.lens()[first..first + heads]
+        };
+        let longest = (0..self.model.config.layers).flat_map(lists).copied().max().unwrap_or(0);
+        chunk.horizon - (chunk.first - longest)
     }
 
     /// A norm of the model's flavour.

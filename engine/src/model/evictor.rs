@@ -211,6 +211,18 @@ impl<'a> Evictor<'a> {
         self.evicting().filter(|policy| policy.rerotates).and(self.sequences[sequence].frequencies.as_ref())
     }
 
+    /// Whether new tokens of a sequence stand behind what its lists hold, and not behind all that it has seen.
+    pub fn shortens(&self, sequence: usize) -> bool {
+        self.sequences[sequence].session.is_decoding() && self.rotates(sequence).is_some()
+    }
+
+    /// New tokens of a sequence that [`shortens`](Self::shortens) are turned by these, and so are they turned back.
+    pub fn turn(&mut self, sequence: usize, frequencies: &Frequencies) {
+        if self.shortens(sequence) {
+            self.sequences[sequence].frequencies = Some(frequencies.clone());
+        }
+    }
+
     /// List-tokens that were evicted so far, of all sequences.
     pub fn evicted_tokens(&self) -> u64 {
         self.sequences.iter().map(|sequence| sequence.session.totals().evicted_tokens).sum()

@@ -8,7 +8,7 @@ use crate::tensor::DType;
 use std::path::Path;
 
 /// What asks for the first chunk, and what for another; the last tokens of the chunk before it follow. The words are those of
-/// KVzip's authors.
+/// kvpress; the second request of KVzip's authors ends in a space.
 const FIRST: &str = "\n\nRepeat the previous context exactly.";
 const NEXT: &str = "\n\nRepeat the part of the previous context exactly, starting with";
 /// Tokens of the chunk before that say where the next one starts.

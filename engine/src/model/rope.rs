@@ -6,10 +6,20 @@ use super::config::{Rope, RopeScaling};
 use crate::attention::rope::Frequencies;
 use std::f64::consts::PI;
 
-/// Pairs of channels that are rotated where that is the fraction `part` of a head's channels, rounded down to whole pairs.
-pub(super) fn pairs(part: f64, head_dim: usize) -> usize {
+/// Channels that are rotated where that is the fraction `part` of a head's, rounded down.
+fn rotated(part: f64, head_dim: usize) -> usize {
     // A fraction of a number of channels by that number need not be the former to the last bit.
-    (part * head_dim as f64 + 1e-6) as usize / 2
+    (part * head_dim as f64 + 1e-6) as usize
+}
+
+/// Pairs of them.
+pub(super) fn pairs(part: f64, head_dim: usize) -> usize {
+    rotated(part, head_dim) / 2
+}
+
+/// Whether one of them has no other to be a pair with.
+pub(super) fn is_odd(part: f64, head_dim: usize) -> bool {
+    !rotated(part, head_dim).is_multiple_of(2)
 }
 
 impl Rope {

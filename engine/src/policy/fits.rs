@@ -24,6 +24,12 @@ impl Policy {
                  format whose rows have their own scales, and leave recent and first out"
             ));
         }
+        if self.selection.is_some() && format.k.group_tokens().is_some() {
+            return refused(format!(
+                "it reads pages of one cache, and {format} keeps the latest tokens in full until they share scales; take a format whose \
+                 rows have their own"
+            ));
+        }
         if self.selection.is_some() && format.keeps_full() {
             return refused(format!(
                 "it reads pages of one cache, and {format} keeps tokens in full in others; leave recent, first and kivi out"
@@ -181,9 +187,13 @@ mod tests {
 
     #[test]
     fn an_allocation_that_has_nothing_to_divide_warns() {
-        for (text, inert, divides) in
-            [("snapkv+ada", 1, 2), ("snapkv+duo:heads=0.25", 3, 4), ("snapkv+duo:heads=1", 0, 1)]
-        {
+        for (text, inert, divides) in [
+            ("snapkv+ada", 1, 2),
+            ("snapkv+duo:heads=0.25", 3, 4),
+            ("snapkv+duo:heads=1", 0, 1),
+            ("knorm+global", 0, 1),
+            ("knorm+threshold:at=-1", 0, 1),
+        ] {
             let told =
                 |kv_heads| Registry::default().policy(text).unwrap().warnings(400, 1000, 0, (4, kv_heads)).concat();
             assert!(told(divides).is_empty(), "{text}: {}", told(divides));

@@ -325,13 +325,24 @@ impl Registry {
         given.check(&self.preset_parameters(preset))?;
         let mut pieces = pieces(preset.text)?;
         for (key, value) in given.arguments() {
-            let has = |(index, piece): (usize, &Named)| match index {
-                0 => self.entries.iter().any(|entry| entry.name == piece.name && has_parameter(entry.parameters, key)),
-                _ => self.part_entry(&piece.name).is_ok_and(|entry| has_parameter(entry.parameters, key)),
+            let parameter = |(index, piece): (usize, &Named)| {
+                let entry = self.entries.iter().find(|entry| entry.name == piece.name).map(|entry| entry.parameters);
+                let entry = match index {
+                    0 => entry,
+                    _ => self.part_entry(&piece.name).ok().map(|entry| entry.parameters),
+                };
+                entry
+                    .unwrap_or_default()
+                    .iter()
+                    .find(|parameter| parameter.name == key)
+                    .map(|found| (index, found.default))
             };
-            let all: Vec<usize> =
-                pieces.iter().enumerate().filter(|&piece| has(piece)).map(|(index, _)| index).collect();
-            all.into_iter().for_each(|index| pieces[index].set(key, value));
+            let mut all: Vec<(usize, &str)> = pieces.iter().enumerate().filter_map(parameter).collect();
+            // Of parts with a parameter of the name, some have no automatic value of it.
+            if all.iter().any(|(_, default)| *default == value) {
+                all.retain(|(_, default)| value != "auto" || *default == value);
+            }
+            all.into_iter().for_each(|(index, _)| pieces[index].set(key, value));
         }
         let method = pieces.remove(0);
         Ok((method, pieces))

@@ -15,6 +15,9 @@ pub struct Scored {
     pub protect: Protect,
     /// Lists whose order is no scorer's any more: a budget allocation has settled it.
     pub settled: BTreeSet<usize>,
+    /// Of each list, how many of its best tokens a budget allocation gave it whatever the other lists have (Ada-KV's floor); empty where
+    /// none did.
+    pub safe: Vec<usize>,
     /// Slots of each list that [`Scored::lower`] has put below all others.
     lowered: Vec<Vec<u32>>,
 }
@@ -22,7 +25,7 @@ pub struct Scored {
 impl Scored {
     /// Scores with the protected tokens above `highest_scored` already.
     pub fn new(values: Buffer<f32>, highest_scored: f32, protect: Protect) -> Self {
-        Scored { values, highest_scored, protect, settled: BTreeSet::new(), lowered: Vec::new() }
+        Scored { values, highest_scored, protect, settled: BTreeSet::new(), safe: Vec::new(), lowered: Vec::new() }
     }
 
     /// Puts the protected tokens of a context above all others of `values`, `[B, Hkv, kv_len]`.
@@ -129,6 +132,8 @@ fn protect_scores(context: &Context<'_>, protect: Protect, scores: &mut [f32]) -
     }
     for (list, scores) in scores.chunks_mut(kv_len).enumerate() {
         let scores = &mut scores[..context.len(list)];
+        // -0 equals 0, and is below it in the order by which tokens are selected.
+        scores.iter_mut().for_each(|score| *score += 0.0);
         let recent = scores.len().saturating_sub(protect.window);
         scores[recent..].fill(above(max, 1));
         for (slot, score) in scores.iter_mut().enumerate().take(protect.sink) {

@@ -50,8 +50,7 @@ impl<'p> Sharded<'p> {
             RankError::Unsupported(format!("policy '{name}' is not available over ranks: {why}; {known}"))
         };
         let scorer = policy.scorer.as_deref().ok_or_else(|| refused("it evicts nothing"))?;
-        let plan =
-            scorer.scoring_plan().ok_or_else(|| refused("its scores need more than one statistic of a token"))?;
+        let plan = scorer.scoring_plan().ok_or_else(|| refused("its scores are no single statistic of a token"))?;
         match &plan {
             ScoringPlan::Gates => return Err(refused("it looks at hidden states")),
             ScoringPlan::TimesValueNorm(_) => return Err(refused("its scores need norms of values")),

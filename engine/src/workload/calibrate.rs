@@ -59,7 +59,12 @@ impl Channels {
         let turn_rad = speeds[cone] * tokens as f64;
         if turn_rad > MAX_TURN_RAD {
             let needed = (tokens as f64 / MAX_TURN_RAD).powf(head_dim as f64 / (head_dim - 2) as f64);
-            return Err(WorkloadError::RopeTheta { rope_theta: spec.rope_theta, turn_rad, tokens, needed });
+            return Err(WorkloadError::RopeTheta {
+                rope_theta: spec.rope_theta,
+                turn_rad,
+                tokens,
+                needed: needed.ceil(),
+            });
         }
         // The fastest pair is always left free, so that there are channels for noise.
         let start = 1 + speeds[1..cone].iter().take_while(|&speed| speed > BAND_RAD_PER_TOKEN.end()).count();

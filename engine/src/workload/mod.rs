@@ -172,7 +172,7 @@ pub enum WorkloadError {
     /// A sequence in which the slowest RoPE pair turns too far to carry the cone of the keys.
     #[error(
         "synthetic workload: with rope_theta {rope_theta} the slowest RoPE pair turns {turn_rad:.2} rad over {tokens} \
-         tokens, at most 0.5 is possible; rope_theta must be at least {needed:.3e}"
+         tokens, at most 0.5 is possible; rope_theta must be at least {needed:.0}"
     )]
     RopeTheta {
         /// The knob.

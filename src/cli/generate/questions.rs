@@ -1,6 +1,6 @@
 //! `generate --context FILE --question TEXT`: the answers with the full cache and with the evicted one, side by side.
 
-use super::Args;
+use super::{Args, median_ns};
 use crate::cli::failure::Failure;
 use crate::cli::hardware::Hardware;
 use crate::cli::model::Opened;
@@ -197,9 +197,10 @@ fn words(report: &Report) -> String {
     let column = (WIDTH - 2) / 2;
     let row = |left: &str, right: &str| format!("{left:column$}  {right}").trim_end().to_string() + "\n";
     let mut text = format!(
-        "{}: {} tokens; protocol {}\n",
+        "{}: {} tokens{}; protocol {}\n",
         report.context.display(),
         units::grouped(report.context_tokens as u128),
+        if report.protocol == Protocol::Agnostic { "" } else { " with the first question" },
         report.protocol
     );
     for (number, Answered { question, full, evicted, same_tokens }) in report.questions.iter().enumerate() {
@@ -216,10 +217,7 @@ fn words(report: &Report) -> String {
         };
     }
     let numbers = |side: &Side, answer: &dyn Fn(&Answered) -> &Answer| {
-        let median = |mut ns: Vec<u64>| {
-            ns.sort_unstable();
-            ns.get(ns.len() / 2).map_or("–".into(), |&ns| units::nanoseconds(ns as f64))
-        };
+        let median = |ns: Vec<u64>| median_ns(&ns).map_or("–".into(), units::nanoseconds);
         let answers = || report.questions.iter().map(answer);
         [
             units::grouped(side.held_tokens_per_head.round() as u128),

@@ -240,7 +240,7 @@ mod tests {
         assert!(needed(&cells_of[1]) < needed(&cells_of[0]));
         let records = records(&cells_of, needed(&cells_of[0]) - 1);
         assert_eq!([records[0].status, records[1].status], [Status::Oom, Status::Ok]);
-        assert_eq!(records[0].refused.as_ref().unwrap().requested_bytes, needed(&cells_of[0]));
+        assert_eq!(records[0].needed_bytes(), Some(needed(&cells_of[0])));
         for (way, said) in [("prefix", "prefix"), ("lora:target=wq", "wq"), ("qlora", "no matrix of")] {
             let error = cells(&[way]).map(|cells| open(&cells[0]).and_then(|steps| steps.predicted(1)));
             let error = error.map_or_else(|said| said, |found| found.map_or_else(|e| e.to_string(), |_| "none".into()));

@@ -6,12 +6,14 @@ use crate::attention::Shape;
 use crate::model::ModelError;
 use crate::model::adapter::base;
 use crate::model::gguf::{Gguf, is_gguf};
-use crate::model::rope::pairs;
+use crate::model::rope::{is_odd, pairs};
 use crate::tensor::DType;
 use serde_json::{Map, Value};
 use std::path::Path;
 
 const SCALINGS: &str = "known: default, linear, dynamic, yarn, llama3";
+/// `original_max_position_embeddings` of `Phi3Config` where a file says nothing.
+const PHI3_ORIGINAL_POSITIONS: usize = 4096;
 
 impl Config {
     /// Reads the `config.json` of a folder, and the tokens that end a text from `generation_config.json` where there
@@ -287,7 +289,8 @@ fn rope(fields: &Fields<'_>, family: Family, max_positions: usize, head_dim: usi
     let older_kind = inner.text("type")?;
     let kind = inner.text("rope_type")?.or(older_kind).unwrap_or("default");
     let number = |key, default| Ok::<f64, String>(inner.number(key)?.unwrap_or(default));
-    let original = outer_original.or(inner.count("original_max_position_embeddings")?).unwrap_or(max_positions);
+    let original = outer_original.or(inner.count("original_max_position_embeddings")?);
+    let original = original.unwrap_or(if family == Family::Phi3 { PHI3_ORIGINAL_POSITIONS } else { max_positions });
     let factor = inner.number("factor")?;
     let needed = |factor| inner.needed("factor", factor);
     let scaling = match kind {
@@ -355,9 +358,9 @@ fn part(partial: Option<f64>, family: Family, head_dim: usize) -> Result<f64, St
             "partial_rotary_factor is {part}; heads of {} are rotated as a whole (1)",
             family.architecture()
         )),
-        part if part > 0.0 && part < 1.0 && pairs(part, head_dim) > 0 => Ok(part),
+        part if part > 0.0 && part < 1.0 && pairs(part, head_dim) > 0 && !is_odd(part, head_dim) => Ok(part),
         part => Err(format!(
-            "partial_rotary_factor is {part}; it must be at most 1 and rotate a pair of {head_dim} channels"
+            "partial_rotary_factor is {part}; it must be at most 1 and rotate whole pairs of {head_dim} channels"
         )),
     }
 }

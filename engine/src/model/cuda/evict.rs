@@ -88,6 +88,11 @@ impl<'a> DeviceEvictor<'a> {
         self.rotates
     }
 
+    /// Whether new tokens stand behind what the lists hold, and not behind all that the sequence has seen.
+    pub fn shortens(&self) -> bool {
+        self.rotates && self.session.is_decoding()
+    }
+
     /// Begins to give the `place`'s newest tokens, which are in their lists, their gates, as [`DeviceGates::begin`].
     ///
     /// # Errors

@@ -264,7 +264,13 @@ impl<'a> DeviceDecoder<'a> {
     /// Begins to tell the GPU the next tokens and the cosines and sines of their positions.
     fn ask(&mut self, tokens: &[u32], horizon: usize) -> Result<(), CudaError> {
         let config = &self.of.model.config;
-        let frequencies = config.rope.frequencies(config.head_dim, config.max_positions, horizon);
+        // Behind a prompt whose keys went to positions inside the cache, as long as the longest list; it has room for these tokens.
+        let shortens = config.rope.is_dynamic() && self.evictor.as_ref().is_some_and(DeviceEvictor::shortens);
+        let gone = if shortens { self.seen + tokens.len() - self.cache.max_len() } else { 0 };
+        let frequencies = config.rope.frequencies(config.head_dim, config.max_positions, horizon - gone);
+        if shortens {
+            self.cache.set_rope(&frequencies)?;
+        }
         let factor = config.rope.attention_factor();
         let mut angles = vec![0f32; tokens.len() * config.head_dim];
         for (position, row) in (self.seen..).zip(angles.chunks_exact_mut(config.head_dim)) {

@@ -168,7 +168,8 @@ impl Gguf {
         }
         if let Some(scaling) = self.rope_scaling(&own)? {
             if scaling["type"] == "longrope" {
-                let original = own("rope.scaling.original_context_length").cloned();
+                // llama.cpp's, where the file does not say.
+                let original = own("rope.scaling.original_context_length").or(own("context_length")).cloned();
                 map.extend(original.map(|original| ("original_max_position_embeddings".into(), original)));
             }
             map.insert("rope_scaling".into(), scaling);

@@ -24,7 +24,9 @@ pub struct Ada {
 
 impl OverHeads for Ada {
     fn inert(&self, _budget_tokens: usize, kv_heads: usize) -> Option<String> {
-        (kv_heads == 1).then(|| "ada is inert: a layer has one KV head, and none to share with".into())
+        // Without a floor it is a part of what pools layers too.
+        (kv_heads == 1 && self.floor > 0.0)
+            .then(|| "ada is inert: a layer has one KV head, and none to share with".into())
     }
 
     fn counts(
@@ -42,6 +44,9 @@ impl OverHeads for Ada {
             lens.iter().enumerate().map(|(head, &len)| &scored.values[first + head * kv_len..][..len]).collect();
         let equal = total / lens.len();
         let floor = if self.floor > 0.0 { ((self.floor * equal as f64) as usize).max(1).min(equal) } else { 0 };
-        Ok(pooled(&lists, floor, total, scratch))
+        let counts = pooled(&lists, floor, total, scratch);
+        scored.safe.resize(context.lists(), 0);
+        scored.safe[sequence * lens.len()..][..lens.len()].fill(floor);
+        Ok(counts)
     }
 }

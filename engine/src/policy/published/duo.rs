@@ -48,13 +48,13 @@ fn near(path: &Path, usual: Near) -> Result<Near, PolicyError> {
     }
     let text = std::fs::read_to_string(&config).map_err(|error| wrong(path, &format!("{CONFIG}: {error}")))?;
     let config: Value = serde_json::from_str(&text).map_err(|error| wrong(path, &format!("{CONFIG}: {error}")))?;
-    let count = |key: &str, usual: usize| match &config[key] {
+    let count = |key: &str, least: u64, usual: usize| match &config[key] {
         Value::Null => Ok(usual),
-        value => value
-            .as_u64()
-            .filter(|count| (0..1 << 20).contains(count))
-            .map(|count| count as usize)
-            .ok_or_else(|| wrong(path, &format!("{CONFIG}: {key} is {value}; a count is needed"))),
+        value => {
+            value.as_u64().filter(|count| (least..1 << 20).contains(count)).map(|count| count as usize).ok_or_else(
+                || wrong(path, &format!("{CONFIG}: {key} is {value}; a count of at least {least} is needed")),
+            )
+        }
     };
-    Ok(Near { sink: count("sink_size", usual.sink)?, recent: count("recent_size", usual.recent)? })
+    Ok(Near { sink: count("sink_size", 0, usual.sink)?, recent: count("recent_size", 1, usual.recent)? })
 }

@@ -35,16 +35,19 @@ pub fn from_file<T>(
     }
 }
 
+/// Most tokens that a file's numbers may say.
+const MOST_TOKENS: usize = 1 << 30;
+
 /// What the metadata of a policy's file say of its training, a whole number of at least `least`; nothing where they do not.
 ///
 /// # Errors
 /// When it is no such number.
 pub fn trained_with(assets: &Assets<'_>, key: &str, least: usize) -> Result<Option<usize>, PolicyError> {
     let Some(text) = assets.metadata(key) else { return Ok(None) };
-    match text.parse::<usize>().ok().filter(|&count| count >= least) {
+    match text.parse::<usize>().ok().filter(|count| (least..=MOST_TOKENS).contains(count)) {
         Some(count) => Ok(Some(count)),
         None => Err(PolicyError::File(format!(
-            "{key} of the gates is '{text}'; it must be a whole number of at least {least}"
+            "{key} of the gates is '{text}'; it must be a whole number from {least} to {MOST_TOKENS}"
         ))),
     }
 }

@@ -4,7 +4,7 @@
 //! the group. Where the inputs have no output projection it is the L1 norm of the value itself.
 //!
 //! The budget is divided over heads by the scores as they are, as in the authors' combination with Ada-KV
-//! (`+critical+ada`). As in kvpress, protected tokens are the first of the first stage; unlike there they stay when they
+//! (`+critical+ada`); there the best tokens of a head that Ada-KV's floor gives it are of the first stage, however small that is. As in kvpress, protected tokens are the first of the first stage; unlike there they stay when they
 //! are more than it has room for. Tokens of the first stage keep their order, above all others. Being
 //! the last word on the tokens of a head, it acts after every other part, wherever it is written; lists whose tokens a budget
 //! allocation chooses (`duo`, `simlayer`) it leaves alone. It is for scores that are not negative, such as attention: of negative ones
@@ -73,7 +73,8 @@ impl Scorer for Critical {
         let mut first_stage = Vec::with_capacity(counts.len());
         for (list, &count) in counts.iter().enumerate() {
             let scores = &scored.values[list * kv_len..][..context.len(list)];
-            let count = if self.first > 0.0 { ((self.first * count as f64) as usize).max(1).min(count) } else { 0 };
+            let first = if self.first > 0.0 { ((self.first * count as f64) as usize).max(1) } else { 0 };
+            let count = first.max(scored.safe.get(list).copied().unwrap_or(0)).min(count);
             first_stage.push(Best::of(scores, count, &mut scratch[list * kv_len..][..scores.len()]));
         }
         projected_norms(context, scratch);

@@ -127,12 +127,14 @@ fn direction(
         }
         let principal = principal(square, power, width);
         let along = principal.map(|x| x as f32);
-        let mut positive = 0;
+        let (mut positive, mut negative) = (0, 0);
         for index in 0..queries {
             q.read_rows(batch, head, index, row);
-            positive += usize::from(dot(row, &along[..width]) > 0.0);
+            let on = dot(row, &along[..width]);
+            positive += usize::from(on > 0.0);
+            negative += usize::from(on < 0.0);
         }
-        let sign = if 2 * positive > queries { 1.0 } else { -1.0 };
+        let sign = if positive >= negative { 1.0 } else { -1.0 };
         mean.iter_mut().zip(&principal).for_each(|(sum, x)| *sum += sign * x / group as f64);
     }
     mean.map(|x| x as f32)

@@ -1,7 +1,8 @@
 //! Quest: each decode step reads the pages that may matter to its query.
 //!
 //! arXiv 2406.10774. For each page of each KV head the index holds the elementwise least `m` and greatest `M` of its
-//! keys, in the cache's type: as many bytes as one token. `sum_d max(q_d m_d, q_d M_d)` bounds the logit of every key of
+//! keys, in the cache's type where that is a plain one, as many bytes as one token; of coded keys in f32, so that in a format of few
+//! bits the index may be more than what it saves. `sum_d max(q_d m_d, q_d M_d)` bounds the logit of every key of
 //! the page from above; it equals `min(q, 0) . m + max(q, 0) . M`, one inner product of rows of twice the width. The
 //! query heads of a group read the same pages: a page counts as much as for the head that wants it most (the maximum over
 //! the group). A list reads its last page, which holds the query's own token, and the best others, as many whole pages as
