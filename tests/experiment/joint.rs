@@ -1,6 +1,6 @@
 //! Several processes on one run: whatever ends them, every cell is there once.
 
-use kvsieve::experiment::record::{Latency, Record, Worker};
+use kvsieve::experiment::record::{Latency, Record, Status, Worker};
 use kvsieve::experiment::{Device, Experiment, Spec, store};
 use kvsieve::policy::Registry;
 use rand::{RngExt, SeedableRng};
@@ -152,6 +152,18 @@ fn a_process_that_comes_when_all_is_done_does_nothing_and_one_that_wants_the_run
     held.unlock().unwrap();
     held.lock().unwrap();
     assert_eq!((busy("--join"), busy("--resume")), (true, true));
+}
+
+#[test]
+fn what_did_not_fit_is_tried_again_with_more_room() {
+    let desk = experiment("[32]");
+    for (limit, expected) in [("1KiB", Status::Oom), ("1GiB", Status::Ok), ("1KiB", Status::Ok)] {
+        let arguments = [&JOIN[..], &["--limit-memory", limit]].concat();
+        kvsieve(desk.path(), &arguments).status().unwrap();
+        let (records, _) = store::read(&run_of(desk.path()).unwrap()).unwrap();
+        let found: Vec<Status> = records.iter().map(|record| record.status).collect();
+        assert_eq!(found, vec![expected; 5], "{limit}");
+    }
 }
 
 #[test]

@@ -128,6 +128,7 @@ fn axes_that_do_not_belong_are_refused() {
         (format!("{decode}strategy = \"max\"\n"), "strategy belongs to measure = \"serve\", not to \"decode\""),
         (format!("{decode}page_tokens = \"many\"\n"), "'many' is not a page size"),
         (format!("{decode}page_tokens = 16\n").replace("decode", "forward"), "page_tokens belongs to measure = "),
+        (format!("{decode}causal = false\nwindow = 16\n"), "a window of 16 is of keys up to a query's own"),
     ] {
         let error = experiment(&grids).err().unwrap();
         assert!(error.contains(expected) && !error.contains('\n'), "{error}");

@@ -137,7 +137,7 @@ pub struct Totals {
     pub score_ns: u64,
     /// Nanoseconds of selecting and evicting.
     pub evict_ns: u64,
-    /// Fraction of tied scores in the latest step that went back to the budget.
+    /// Fraction of tied scores in the latest step behind a chunk of prefill.
     pub tie_rate: f64,
 }
 
@@ -304,7 +304,8 @@ mod tests {
                 Rule::Delayed { best_evicted } => Some(best_evicted.to_vec()),
             });
             let best_evicted = self.lost.borrow_mut().remove(0);
-            Ok(Chosen { selection: (), best_evicted, score_ns: 0, select_ns: 0, tie_rate: 0.0 })
+            let tie_rate = self.rules.borrow().len() as f64;
+            Ok(Chosen { selection: (), best_evicted, score_ns: 0, select_ns: 0, tie_rate })
         }
 
         fn evict(&self, _: &Plan<'_>, (): &mut (), (): &(), (): &()) -> Result<Evicted, Infallible> {
@@ -333,5 +334,6 @@ mod tests {
         assert_eq!(backend.rules.into_inner(), [None, None, None, Some(vec![3.0, 2.0])]);
         // What goes between decode steps is no new mark.
         assert_eq!(session.best_evicted(), [3.0, 2.0]);
+        assert_eq!(session.totals().tie_rate, 3.0, "ties are those of the step behind prefill");
     }
 }

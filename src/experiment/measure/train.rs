@@ -311,6 +311,17 @@ mod tests {
     }
 
     #[test]
+    fn each_seed_reads_texts_of_its_own() {
+        let losses = |seed| {
+            let cells = cells(&["zero"]).unwrap();
+            let cells: Vec<_> = cells.into_iter().map(|cell| Cell { seed, ..cell }).collect();
+            records(&cells, u64::MAX)[0].training.as_ref().unwrap().losses.clone()
+        };
+        assert_eq!(losses(0), losses(0));
+        assert_ne!(losses(0), losses(1));
+    }
+
+    #[test]
     fn what_has_no_room_for_all_ranks_is_out_of_memory_and_says_how_much_it_is() {
         let cells = cells(&["zero:ranks=4,stage=0", "zero:ranks=4,stage=3"]).unwrap();
         let needed = [0, 1].map(|cell: usize| Train.predicted_bytes(&cells[cell], 1).unwrap());
