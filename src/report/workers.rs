@@ -117,7 +117,8 @@ mod tests {
         assert_eq!([1, 2, 4, 5, 6].map(has_ratio), [true, false, false, true, false]);
         let said = divided(&records).unwrap();
         assert!(
-            said.starts_with("2 of the comparisons") && said.contains("by task 7_1 on 'a' and task 7_2 on 'b'"),
+            said.starts_with("2 of the comparisons")
+                && said.contains("by task 7_1 (process 1) on 'a' and task 7_2 (process 1) on 'b'"),
             "{said}"
         );
         assert_eq!(divided(&records[..2]), None);
