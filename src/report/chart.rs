@@ -109,7 +109,7 @@ pub struct Interval {
     pub low: f64,
     /// Upper end.
     pub high: f64,
-    /// `ci95` for one cell's bootstrap interval, `min_max` for the spread over seeds.
+    /// `ci95` for one cell's 95% interval, `range` for that of samples too few for one, `min_max` for the spread over seeds.
     pub kind: &'static str,
 }
 

@@ -54,6 +54,25 @@ fn several_seeds_are_one_point_with_their_range() {
 }
 
 #[test]
+fn of_few_samples_the_ends_are_a_range_and_no_interval() {
+    for (count, kind) in [(5, "range"), (6, "ci95")] {
+        let mut run = samples::run();
+        for phase in run.records.iter_mut().flat_map(|record| record.latency.values_mut()) {
+            phase.samples_ns.resize(count, 1);
+        }
+        for id in ["latency-vs-context", "decode-latency-vs-kv-bytes", "paging-tradeoff"] {
+            let rows = table(&run, id);
+            let kinds: std::collections::BTreeSet<&str> =
+                rows.iter().map(|row| row["interval"].as_str()).filter(|kind| !kind.is_empty()).collect();
+            assert_eq!(kinds, [kind].into(), "{id}");
+        }
+        let (_folder, drawn) = drawn(&[run]);
+        let page = fs::read_to_string(drawn.html).unwrap();
+        assert!(page.contains("the band is the 95% interval, of fewer than 6 samples their range"));
+    }
+}
+
+#[test]
 fn configurations_that_differ_never_share_a_series() {
     type Change = fn(&mut crate::experiment::cell::Cell);
     let changes: [Change; 9] = [
