@@ -365,6 +365,7 @@ pub fn told(memory: &str, facts: usize, stem: f64) -> Record {
         held_bytes: 1024 * facts as u64,
     });
     record
+    record.latency.insert("edit".into(), latency(5e7));
 }
 
 fn scale(record: &mut Record, factor: f64) {

@@ -57,6 +57,7 @@ fn a_failed_cell_is_listed_and_its_numbers_appear_nowhere() {
         .iter()
         .map(|&context| pass(Measure::FORWARD, "tiled", context))
         .chain(contexts.iter().map(|&context| evicted(context, "h2o", 0.25)))
+        .chain([4, 64].map(|facts| samples::told("nearest:facts=4", facts, 0.5)))
         .collect();
     for broken in 0..records.len() {
         let mut records = records.clone();

@@ -387,6 +387,31 @@ fn activations_in_fewer_bits_have_a_figure_and_no_place_among_what_saves_bytes()
     assert_eq!(table(&run, "weights-ranked").len(), weights - 1);
 }
 
+/// A policy under two budgets is two series, and under another one for each number of facts one.
+#[test]
+fn budgets_set_a_policy_apart_from_itself_where_facts_are_told() {
+    let told = |facts: usize, budget: &str| {
+        with_cell(samples::told("", facts, 0.5), |cell| {
+            (cell.memory, cell.policy, cell.budget) = (None, Some("keydiff".into()), Some(budget.into()));
+        })
+    };
+    let names = |records: &[Record]| {
+        let rows = table(&of(records.to_vec()), "answers-vs-facts");
+        assert!(rows.iter().all(|row| row["interval"] == "ci95"), "{rows:?}");
+        rows.into_iter().map(|row| row["series"].clone()).collect::<Vec<_>>()
+    };
+    let one = [told(16, "1KiB"), told(64, "2KiB")];
+    assert_eq!(names(&one), ["keydiff", "keydiff"]);
+    assert!(summary_table(&one).contains("seed 0 · budget 1KiB"), "{}", summary_table(&one));
+    let two = [told(16, "1KiB"), told(16, "4KiB"), told(64, "1KiB"), told(64, "4KiB")];
+    assert_eq!(names(&two), ["keydiff@1KiB", "keydiff@1KiB", "keydiff@4KiB", "keydiff@4KiB"]);
+    let lines = summary_table(&two);
+    assert!(
+        lines.matches("| keydiff@1KiB |").count() == 2 && lines.matches("| keydiff@4KiB |").count() == 2,
+        "{lines}"
+    );
+}
+
 /// What all are compared with, of one model: the same number from every one of them, but for rounding.
 #[test]
 fn memories_stand_beside_the_line_of_the_full_cache() {

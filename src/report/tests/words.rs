@@ -71,6 +71,14 @@ fn what_is_not_there_is_told_before_what_is() {
 }
 
 #[test]
+fn seeds_of_a_memory_of_facts_are_told_apart() {
+    let recalled = |seed: u64| with_cell(samples::recalled("list", "write:count=16", 0.9), |cell| cell.seed = seed);
+    let both = summary_table(&[recalled(0), recalled(1)]);
+    assert!(both.contains("| list seed 0 |") && both.contains("| list seed 1 |"), "{both}");
+    assert!(!summary_table(&[recalled(0)]).contains("seed"));
+}
+
+#[test]
 fn models_of_one_name_in_two_folders_are_two() {
     let mut run = samples::answers();
     let twice = run.records.clone().into_iter().map(|record| {
