@@ -319,6 +319,46 @@ fn a_policy_has_one_colour_in_every_figure_of_every_run() {
     assert!(snapkv.colour == ada.colour && snapkv != ada);
 }
 
+/// The name of a series in a legend is looked for in the plot.
+#[test]
+fn what_has_no_mark_has_no_name_in_the_legend() {
+    let run = samples::layers();
+    let records: Vec<&Record> = run.records.iter().collect();
+    let data = figures::Data::new(&records, Detail::Layers);
+    let mut chart = figures::example::chart(&data).unwrap();
+    chart.series.truncate(3);
+    let mut nowhere = chart.series[0].clone();
+    nowhere.name = "nowhere".into();
+    // A logarithm has no place for 0.
+    nowhere.points.iter_mut().for_each(|point| point.y = Some(0.0));
+    chart.series.push(nowhere);
+    assert!(!draw::svg(&chart).unwrap().contains("nowhere"));
+    let mut panels = figures::PANELS.iter().filter_map(|figure| figure(&data));
+    let ranked = panels.find_map(|picture| match picture {
+        Picture::Rows(rows) if rows.id == "policies-ranked" => Some(rows),
+        _ => None,
+    });
+    let mut rows = ranked.unwrap();
+    rows.kinds.push(rows::Kind { name: "nowhere".into(), ..rows.kinds[0].clone() });
+    rows.rows.iter_mut().for_each(|row| row.values.push(None));
+    assert!(!draw::rows(&rows).unwrap().contains("nowhere"));
+}
+
+#[test]
+fn points_of_one_place_stand_side_by_side() {
+    let of_budgets = |budgets: &[f64]| {
+        let cells = |policy| budgets.iter().map(move |budget| evicted(4096, policy, *budget));
+        let (folder, drawn) = drawn(&[of(["h2o", "keydiff", "random"].into_iter().flat_map(cells).collect())]);
+        let svg = fs::read_to_string(folder.path().join("plots/drift-vs-budget.svg")).unwrap();
+        // Intervals of points that stand alone are lines of one and a half pixels, of which each has four parts.
+        let place =
+            |line: &str| Some(line.split_once("stroke-width=\"6\" points=\"")?.1.split(',').next()?.to_string());
+        let places: std::collections::BTreeSet<String> = svg.lines().filter_map(place).collect();
+        (places.len(), fs::read_to_string(drawn.html).unwrap().contains("stand side by side"))
+    };
+    assert_eq!((of_budgets(&[0.25]), of_budgets(&[0.25, 0.5])), ((3, true), (0, false)));
+}
+
 #[test]
 fn several_formats_are_drawn_as_fronts_and_policies_in_plain_elements() {
     let run = samples::formats();
