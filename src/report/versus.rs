@@ -256,8 +256,11 @@ fn table(changes: &[Change<'_>]) -> String {
     for change in changes.iter().filter(|change| change.is_one()) {
         let (a, b) = (change.a, change.b);
         let mark = |changed: bool, text: String| if changed { format!("{text} *") } else { text };
-        let ratio = |value: fn(&Record) -> Option<f64>| value(a).zip(value(b)).map(|(a, b)| text::times(b / a));
-        // What one of the two lacks has no ratio.
+        // What one of the two lacks has no ratio, nor what was nothing.
+        let ratio = |value: fn(&Record) -> Option<f64>| {
+            let both = value(a).zip(value(b)).filter(|(a, _)| *a > 0.0);
+            both.map(|(a, b)| text::times(b / a))
+        };
         let both = |value: fn(&Record) -> Option<f64>, write: fn(f64) -> String| {
             let [before, after] = [a, b].map(|record| value(record).map_or(NOTHING.into(), write));
             format!("{before} -> {after}")
@@ -395,6 +398,11 @@ mod tests {
             (answered(), |record| answers(record).nll_nats.mean *= 2.0, "answers.nll_nats"),
             (answered(), |record| answers(record).top1_agreement.mean = 0.0, "answers.top1_agreement"),
             (answered(), |record| answers(record).kl_nats.mean *= 2.0, "2.00x *"),
+            (
+                samples::answered(512, "passkey", "full", 1.0),
+                |record| answers(record).kl_nats.mean = 0.5,
+                "0 -> 0.500 *",
+            ),
             (answered(), |record| answers(record).accuracy = None, "% -> – *"),
             (answered(), |record| record.answers = None, "% -> – *"),
             (samples::training().records[0].clone(), halve_losses, "training.losses.0"),
