@@ -307,7 +307,7 @@ impl From<TrainError> for Failure {
 impl From<ReportError> for Failure {
     fn from(error: ReportError) -> Self {
         match error {
-            ReportError::NoRun => Failure::Usage(error.into()),
+            ReportError::NoRun | ReportError::NoCells(_) => Failure::Usage(error.into()),
             error => Failure::Work(error.into()),
         }
     }

@@ -193,18 +193,22 @@ impl Record {
             }
         }
         if let Some(answers) = &self.answers {
-            for (field, values) in [
-                ("sample_scores", &answers.sample_scores),
-                ("sample_kl_nats", &answers.sample_kl_nats),
-                ("sample_nll_nats", &answers.sample_nll_nats),
-                ("sample_depths", &answers.sample_depths),
+            // What is compared in pairs has a value for every sample: a list that is not there would pass for another measure.
+            let scores = if answers.accuracy.is_some() { answers.samples } else { 0 };
+            for (field, values, lengths) in [
+                ("sample_scores", &answers.sample_scores, [scores; 2]),
+                ("sample_kl_nats", &answers.sample_kl_nats, [answers.samples; 2]),
+                ("sample_nll_nats", &answers.sample_nll_nats, [answers.samples, 0]),
+                ("sample_depths", &answers.sample_depths, [answers.samples, 0]),
             ] {
-                if ![0, answers.samples].contains(&values.len()) {
-                    return wrong(field, values.len(), "samples", answers.samples);
+                if !lengths.contains(&values.len()) {
+                    return wrong(field, values.len(), "samples", lengths[0]);
                 }
             }
-            if let Some(mean) = answers.accuracy.map(|share| share.mean).filter(|mean| !(0.0..=1.0).contains(mean)) {
-                return Err(format!("accuracy is {mean}; a share is 0 to 1"));
+            let scores = answers.sample_scores.iter().copied().map(|score| ("a value of sample_scores", score));
+            let mean = answers.accuracy.map(|share| ("accuracy", share.mean));
+            if let Some((field, share)) = scores.chain(mean).find(|(_, share)| !(0.0..=1.0).contains(share)) {
+                return Err(format!("{field} is {share}; a share is 0 to 1"));
             }
         }
         Ok(())
@@ -260,9 +264,10 @@ pub struct Latency {
     pub p10_ns: f64,
     /// 90th percentile.
     pub p90_ns: f64,
-    /// Lower end of the bootstrap 95% interval of the median.
+    /// Lower end of the median's 95% interval, from order statistics; of samples too few for one
+    /// ([`LEAST_FOR_INTERVAL`](crate::stats::LEAST_FOR_INTERVAL)) the least.
     pub ci95_low_ns: f64,
-    /// Upper end.
+    /// Upper end; of so few the greatest.
     pub ci95_high_ns: f64,
     /// Untimed runs before the first sample.
     pub warmups: usize,
@@ -359,4 +364,40 @@ pub struct Step {
     pub attention_mass_kept: Option<f64>,
     /// Drift over all heads.
     pub drift: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Record;
+    use serde_json::{Value, json};
+
+    #[test]
+    fn answers_whose_samples_do_not_fit_are_refused() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/results/reference/eval-builtin/cells.jsonl");
+        let lines = std::fs::read_to_string(path).unwrap();
+        let mut records = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let whole = records.find(|record| record["answers"]["accuracy"].is_object()).unwrap();
+        let samples = whole["answers"]["samples"].as_u64().unwrap();
+        let needs = |what: &str| Err(format!("{what}; the cell needs {samples}"));
+        for (field, value, expected) in [
+            ("sample_scores", whole["answers"]["sample_scores"].clone(), Ok(())),
+            (
+                "sample_scores",
+                json!(vec![1.5; samples as usize]),
+                Err("a value of sample_scores is 1.5; a share is 0 to 1".into()),
+            ),
+            ("sample_scores", json!([]), needs("sample_scores has 0 samples")),
+            ("sample_kl_nats", json!([]), needs("sample_kl_nats has 0 samples")),
+            ("sample_nll_nats", json!([0.5]), needs("sample_nll_nats has 1 samples")),
+            // Records of earlier programs have none.
+            ("sample_nll_nats", json!([]), Ok(())),
+            // Scores of what has no score.
+            ("accuracy", Value::Null, Err(format!("sample_scores has {samples} samples; the cell needs 0"))),
+        ] {
+            let mut record = whole.clone();
+            record["answers"][field] = value;
+            let record: Record = serde_json::from_value(record).unwrap();
+            assert_eq!(record.check(), expected, "{field}");
+        }
+    }
 }

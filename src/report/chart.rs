@@ -8,6 +8,8 @@ use crate::experiment::record::Status;
 
 /// Curves that one plot can hold apart; more become small multiples.
 pub const MOST_CURVES: usize = 10;
+/// Places on the horizontal axis that lie nearer to each other, relative to the larger, are one to the eye.
+const ONE_PLACE: f64 = 0.02;
 
 /// A figure: axes, series and the words around them.
 #[derive(Debug, Clone, PartialEq)]
@@ -109,7 +111,7 @@ pub struct Interval {
     pub low: f64,
     /// Upper end.
     pub high: f64,
-    /// `ci95` for one cell's bootstrap interval, `min_max` for the spread over seeds.
+    /// `ci95` for one cell's 95% interval, `range` for that of samples too few for one, `min_max` for the spread over seeds.
     pub kind: &'static str,
 }
 
@@ -127,6 +129,22 @@ impl Chart {
     /// their names, as [`super::rows::Rows`].
     pub fn is_readable(&self) -> bool {
         self.series.len() <= MOST_CURVES || self.series.iter().any(|series| series.points.len() > 1)
+    }
+
+    /// Whether there are more curves than one plot can hold apart, so that each has a plot of its own.
+    pub fn is_split(&self) -> bool {
+        self.series.len() > MOST_CURVES && self.points().all(|point| point.y.is_some())
+    }
+
+    /// The series of a single point whose places are that of this one's or nearly so, itself among them; nothing for a curve.
+    pub fn beside(&self, index: usize) -> Vec<usize> {
+        let place = |at: usize| match self.series[at].points[..] {
+            [Point { x, y: Some(y), .. }] if self.y.shows(y) => Some(x),
+            _ => None,
+        };
+        let Some(own) = place(index) else { return Vec::new() };
+        let is_beside = |at: &usize| place(*at).is_some_and(|x| (x - own).abs() <= ONE_PLACE * x.max(own));
+        (0..self.series.len()).filter(is_beside).collect()
     }
 
     /// Every value that the horizontal axis must hold.

@@ -280,5 +280,5 @@ const SCORES: &[Measured] =
 /// Of texts.
 const TEXTS: &[Measured] = &[
     ("kl_nats", |pool| pool.merits(), |pool| pool.kl_nats().map_or(f64::NAN, |kl| kl.mean)),
-    ("nll_nats", |pool| pool.log_probabilities(), |pool| pool.mean(|answers| answers.nll_nats.mean)),
+    ("nll_nats", |pool| pool.log_probabilities(), |pool| pool.nll_nats()),
 ];

@@ -9,7 +9,7 @@ use crate::experiment::record::Status;
 /// The points of `chart` as CSV.
 ///
 /// Columns: `series`, `status`, the field of x, the field of y, the model's field where the chart has one, the ends of
-/// the interval, `interval` (which one it is: `ci95` or `min_max`), `cells` (how many the point stands for) and
+/// the interval, `interval` (which one it is: `ci95`, `range` or `min_max`), `cells` (how many the point stands for) and
 /// `cell_ids`. A field without a value is empty.
 ///
 /// # Errors

@@ -7,6 +7,7 @@ use crate::experiment::answers::Estimate;
 use crate::experiment::edited::Edited;
 use crate::experiment::record::{Record, Status};
 use crate::units;
+use std::collections::BTreeSet;
 
 /// A table for each comparison, so that all lines of it are answers to the same questions.
 pub fn tables(records: &[&Record]) -> Vec<Table> {
@@ -27,10 +28,20 @@ fn table(records: &[&Record]) -> Table {
     let episodes = cell.samples.unwrap_or(0);
     let headings =
         ["policy", "stem", "in other words", "new", "old", "forgotten", "never", "unchanged", "held", "edit"];
-    let rows = std::iter::once(headings.map(String::from).to_vec()).chain(records.iter().map(|record| line(record)));
+    let budgets: BTreeSet<&str> = records.iter().filter_map(|record| record.cell.budget.as_deref()).collect();
+    let name = |record: &Record| {
+        let policy = record.cell.chosen().unwrap_or(NOTHING);
+        let budget = record.cell.budget.as_ref().filter(|_| budgets.len() > 1);
+        budget.map_or(policy.into(), |budget| format!("{policy}@{budget}"))
+    };
+    let lines = records.iter().map(|record| line(name(record), record));
+    let rows = std::iter::once(headings.map(String::from).to_vec()).chain(lines);
+    let model = cell.model.as_deref().unwrap_or_default();
+    // What all that evict are given, they need not say themselves.
+    let budget = budgets.first().filter(|_| budgets.len() == 1).map_or(String::new(), |one| format!(" · budget {one}"));
     Table {
         heading: format!("edit, {facts} facts"),
-        subtitle: format!("{} · {episodes} episodes · seed {}", cell.model.as_deref().unwrap_or_default(), cell.seed),
+        subtitle: format!("{model} · {episodes} episodes · seed {}{budget}", cell.seed),
         rows: rows.collect(),
         notes: vec![
             "percent of answers that are: the value of a fact, by its stem and in other words · of replaced facts the new \
@@ -42,16 +53,17 @@ fn table(records: &[&Record]) -> Table {
 }
 
 /// A line; the status stands in the place of the first number.
-fn line(record: &Record) -> Vec<String> {
+fn line(name: String, record: &Record) -> Vec<String> {
     let found = record.edit.as_ref().filter(|_| record.status == Status::Ok);
     let share = |read: fn(&Edited) -> Option<Estimate>| {
         found.and_then(read).map_or(NOTHING.into(), |share| text::percent(share.mean))
     };
     let unscoped = found.and_then(|found| found.unchanged_unscoped);
     let unscoped = unscoped.map_or(String::new(), |share| format!("/{}", text::percent(share.mean)));
-    let edit = record.latency.get("edit").map_or(NOTHING.into(), |edit| units::nanoseconds(edit.median_ns));
+    let edit = record.latency.get("edit").filter(|_| record.status == Status::Ok);
+    let edit = edit.map_or(NOTHING.into(), |edit| units::nanoseconds(edit.median_ns));
     vec![
-        record.cell.chosen().unwrap_or(NOTHING).into(),
+        name,
         if record.status == Status::Ok { share(|found| Some(found.stem)) } else { status(record.status).into() },
         share(|found| Some(found.rephrased)),
         share(|found| Some(found.replaced)),

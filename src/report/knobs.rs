@@ -5,6 +5,7 @@
 //! other tables and figures show the experiment's own setting.
 
 use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
+use super::noise;
 use super::palette;
 use super::table::Table;
 use crate::experiment::cell::Cell;
@@ -23,6 +24,8 @@ pub struct Ranking {
     pub settings: Vec<String>,
     /// The policies; those with the lowest median rank first.
     pub policies: Vec<Ranked>,
+    /// Which policies are not ranked, each with the settings under which it has no drift; `None` without any.
+    left_out: Option<String>,
 }
 
 /// A policy under every setting.
@@ -89,6 +92,13 @@ pub fn rankings(records: &[&Record]) -> Vec<Ranking> {
 
 fn ranking(cells: &[&Record], mut policies: BTreeMap<String, BTreeMap<String, Drifts>>) -> Option<Ranking> {
     let settings: BTreeSet<String> = policies.values().flat_map(BTreeMap::keys).cloned().collect();
+    let lacks = |(name, of): (&String, &BTreeMap<String, Drifts>)| {
+        let lacks: Vec<String> = settings.iter().filter(|setting| !of.contains_key(*setting)).cloned().collect();
+        (!lacks.is_empty()).then(|| format!("`{name}` ({})", noise::listed(lacks)))
+    };
+    let left_out: Vec<String> = policies.iter().filter_map(lacks).collect();
+    let words = "left out, without a drift under a setting that others have";
+    let left_out = (!left_out.is_empty()).then(|| format!("{words}: {}", noise::listed(left_out)));
     policies.retain(|_, of| of.len() == settings.len());
     if settings.len() < 2 || policies.len() < 2 {
         return None;
@@ -111,7 +121,7 @@ fn ranking(cells: &[&Record], mut policies: BTreeMap<String, BTreeMap<String, Dr
         .map(|record| Record { cell: Cell { knobs: None, ..record.cell.clone() }, ..(*record).clone() })
         .collect();
     let naming = Naming::over(&cells.iter().collect::<Vec<_>>(), &[CONTEXT, HEADS, KERNEL, BUDGET]);
-    Some(Ranking { common: naming.common, settings: settings.into_iter().collect(), policies: ranked })
+    Some(Ranking { common: naming.common, settings: settings.into_iter().collect(), policies: ranked, left_out })
 }
 
 /// One table for each ranking.
@@ -143,7 +153,10 @@ fn table(ranking: &Ranking) -> Table {
         heading: format!("Ranks by drift over {} settings of the synthetic inputs", ranking.settings.len()),
         subtitle: ranking.common.clone(),
         rows: std::iter::once(headings).chain(ranking.policies.iter().map(row)).collect(),
-        notes: vec![format!("Settings: {}", ranking.settings.join(" · "))],
+        notes: [format!("Settings: {}", ranking.settings.join(" · "))]
+            .into_iter()
+            .chain(ranking.left_out.clone())
+            .collect(),
     }
 }
 
@@ -174,8 +187,9 @@ fn finding(ranking: &Ranking) -> String {
         let behind = ranking.policies.iter().filter(is_behind).count();
         format!(" {behind} of them have more drift than `random` under at least one.")
     });
+    let left_out = ranking.left_out.as_ref().map_or(String::new(), |words| format!(" {words}."));
     format!(
-        "Ranks of {count} policies by drift over {} settings of the synthetic inputs ({}): always among the first {quarter}: {held}. The widest range is that of {widest}.{behind}",
+        "Ranks of {count} policies by drift over {} settings of the synthetic inputs ({}): always among the first {quarter}: {held}. The widest range is that of {widest}.{behind}{left_out}",
         ranking.settings.len(),
         ranking.common,
     )
@@ -208,7 +222,7 @@ mod tests {
             records.push(record(policy, None, 1, second));
             records.push(record(policy, Some(0.0), 0, unhinted));
         }
-        // One without the second setting is not ranked.
+        // One without the second setting is not ranked, and named.
         records.push(record("c", None, 0, 0.01));
         records.push(record("oracle", None, 0, 0.01));
         let records: Vec<&Record> = records.iter().collect();
@@ -224,6 +238,8 @@ mod tests {
         let said = &findings(&records)[0];
         assert!(said.contains("always among the first 1: none"), "{said}");
         assert!(said.contains("widest range is that of `a` (1 to 3)") && said.contains("1 of them"), "{said}");
+        let left_out = "left out, without a drift under a setting that others have: `c` (hinted 0.0)";
+        assert!(said.ends_with(&format!(" {left_out}.")) && table.notes[1] == left_out, "{said} {:?}", table.notes);
         // What is drawn elsewhere is the own setting.
         assert_eq!(own(&records).len(), 8);
         assert_eq!(own(&records[2..3]).len(), 1);

@@ -66,7 +66,7 @@ fn of_protocol(records: &[&Record]) -> Vec<Table> {
 fn leaderboard(pools: &[Pool], scored: bool) -> Vec<Vec<String>> {
     let value = |pool: &Pool| match scored {
         true => pool.score().map(|score| 100.0 * score.mean),
-        false => Some(pool.mean(|answers| answers.nll_nats.mean).exp()),
+        false => Some(pool.nll_nats().exp()),
     };
     // Written budgets in the order in which records are sorted: the least first.
     let mut budgets: Vec<&str> = Vec::new();

@@ -105,6 +105,9 @@ pub enum ReportError {
     /// No run was given.
     #[error("there is no run to report; name at least one directory that holds cells.jsonl")]
     NoRun,
+    /// No run has a record.
+    #[error("run '{0}' has no cells: its cells.jsonl is empty; name a run that has at least one")]
+    NoCells(String),
     /// A file could not be written.
     #[error("cannot write '{path}': {reason}; give a directory that can be written to")]
     File {
@@ -153,10 +156,11 @@ struct Figure {
 /// reader never sees half of one.
 ///
 /// # Errors
-/// [`ReportError`] when there is no run, or when something cannot be drawn or written.
+/// [`ReportError`] when there is no run or no record in any, or when something cannot be drawn or written.
 pub fn write(folder: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, ReportError> {
-    if runs.is_empty() {
-        return Err(ReportError::NoRun);
+    let Some(first) = runs.first() else { return Err(ReportError::NoRun) };
+    if runs.iter().all(|run| run.records.is_empty()) {
+        return Err(ReportError::NoCells(first.run_id.clone()));
     }
     let folders = plot_folders(runs);
     let section = |(run, plots): (_, String)| draw_all(run, &plots, detail).map(|figures| (run, figures));

@@ -217,9 +217,10 @@ impl Pool<'_> {
         self.merits().iter().map(Vec::len).sum()
     }
 
-    /// Samples of the task that has the fewest.
+    /// Samples of the task that has the fewest; of texts, which are one comparison, the pieces of all.
     pub fn samples(&self) -> usize {
-        self.records.iter().filter_map(|record| answers(record)).map(|answers| answers.samples).min().unwrap_or(0)
+        let of_tasks = self.records.iter().filter_map(|record| answers(record)).map(|answers| answers.samples);
+        if self.is_scored() { of_tasks.min().unwrap_or(0) } else { self.all_samples() }
     }
 
     /// Divergence of every sample, by task or text.
@@ -230,6 +231,13 @@ impl Pool<'_> {
     /// Mean divergence over the samples of all tasks or texts.
     pub fn kl_nats(&self) -> Option<Estimate> {
         self.over(|answers| &answers.sample_kl_nats)
+    }
+
+    /// Minus the log-probability of a token, over the samples of all texts; over texts where records are from before samples had
+    /// theirs.
+    pub fn nll_nats(&self) -> f64 {
+        let over_samples = self.over(|answers| &answers.sample_nll_nats);
+        over_samples.map_or_else(|| self.mean(|answers| answers.nll_nats.mean), |nats| nats.mean)
     }
 
     /// Mean of a number over tasks.

@@ -34,15 +34,16 @@ fn interval(record: &Record, read: fn(&Recalled) -> Option<Estimate>) -> String 
 /// Headings of the table in `summary.md`.
 pub const HEADINGS: [&str; 8] = ["memory", "episode", "kept", "new", "old", "never", "answers", "held"];
 
-/// A line of the table in `summary.md`; `answers` are the answered cues about kept and about never-written facts.
-pub fn line(record: &Record) -> Vec<String> {
+/// A line of the table in `summary.md`, whose memory `apart` sets apart; `answers` are the answered cues about kept and about
+/// never-written facts.
+pub fn line(record: &Record, apart: &str) -> Vec<String> {
     let kept = match record.status {
         Status::Ok => share(record, |found| found.kept),
         other => status(other).into(),
     };
     let answers = [share(record, |found| found.answered_kept), share(record, |found| Some(found.answered_unwritten))];
     vec![
-        record.cell.memory.clone().unwrap_or_default(),
+        format!("{}{apart}", record.cell.memory.as_deref().unwrap_or_default()),
         record.cell.episode.clone().unwrap_or_default(),
         kept,
         share(record, |found| found.changed),

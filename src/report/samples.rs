@@ -256,6 +256,7 @@ pub fn evicted(context: usize, policy: &str, budget: f64) -> Record {
     record.memory = Some(Memory {
         predicted_peak_bytes: dense * 5,
         peak_bytes: dense * 5,
+        arena_growth_bytes: dense * 2,
         limit_bytes: LIMIT_BYTES,
         ..Memory::default()
     });
@@ -364,6 +365,7 @@ pub fn told(memory: &str, facts: usize, stem: f64) -> Record {
         unchanged_unscoped: Some(share(0.1)),
         held_bytes: 1024 * facts as u64,
     });
+    record.latency.insert("edit".into(), latency(5e7));
     record
 }
 

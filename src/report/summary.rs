@@ -4,7 +4,7 @@
 //! Names are long and the width is not, so what a table's cells have in common stands in its heading, and a cell
 //! without a time says there why it has none.
 
-use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SEED};
+use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SAMPLES, SEED};
 use super::table::{MOST_COLUMNS, Table, lines, shortened, wrapped};
 use super::text::{self, NOTHING};
 use super::{SPARSE, answers, baseline, edits, knobs, latest, noise, recall, serving, steps, tuning};
@@ -43,7 +43,9 @@ fn table(records: &[&Record]) -> String {
     }
     if measure == Measure::RECALL {
         let headings = recall::HEADINGS.map(String::from).to_vec();
-        let rows = std::iter::once(headings).chain(records.iter().map(|record| recall::line(record))).collect();
+        let naming = Naming::over(records, &[SEED, SAMPLES]);
+        let line = |record: &&Record| recall::line(record, &naming.apart(record));
+        let rows = std::iter::once(headings).chain(records.iter().map(line)).collect();
         let common = "right answers about kept, overwritten (new and old value) and never-written facts, in percent;\n\
                       answered cues about kept and never-written facts";
         return format!("### recall\n\n{common}\n\n{}", lines(rows));

@@ -9,6 +9,8 @@ use crate::report::palette::Colour;
 const STRIP: Colour = Colour(0xF4, 0xF4, 0xF4);
 const BAND_OPACITY: f64 = 0.16;
 const NOTE: f64 = 11.0;
+/// Pixels between points that stand side by side.
+const ASIDE: f64 = 11.0;
 
 /// A curve of more points than this is dense enough to need no markers.
 const MOST_MARKERS: usize = 24;
@@ -42,7 +44,8 @@ pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
             canvas.words((frame.left + 6.0, height - 8.0), &rule.label, words)?;
         }
     }
-    for series in &chart.series {
+    let frames: Vec<Frame> = (0..chart.series.len()).map(|index| frame.aside(aside(chart, frame, index))).collect();
+    for (series, frame) in chart.series.iter().zip(&frames) {
         band(canvas, &chart.y, frame, series)?;
     }
     // What lies below a dashed line without markers shows through it; the other way round nothing would.
@@ -51,13 +54,23 @@ pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
     for series in below.into_iter().chain(above) {
         curve(canvas, &chart.y, frame, series, 1.8)?;
     }
-    for series in chart.series.iter().filter(|series| has_markers(series)) {
+    for (series, frame) in chart.series.iter().zip(&frames).filter(|(series, _)| has_markers(series)) {
         for point in series.points.iter().filter(|point| point.y.is_some_and(|y| chart.y.shows(y))) {
             let place = frame.place(point.x, point.y.expect("just looked"));
             canvas.marker(place, series.style.marker, series.style.colour)?;
         }
     }
     crosses(canvas, chart, frame, &strip)
+}
+
+/// How far to the side a series is drawn: single points of one place stand side by side, or their intervals could not be read.
+fn aside(chart: &Chart, frame: &Frame, index: usize) -> f64 {
+    let beside = chart.beside(index);
+    let (Some(rank), [first, .., _]) = (beside.iter().position(|at| *at == index), &beside[..]) else { return 0.0 };
+    let across = frame.across(chart.series[*first].points[0].x);
+    let room = (across - frame.left).min(frame.right - across) - 5.0;
+    let middle = (beside.len() - 1) as f64 / 2.0;
+    ASIDE.min(room / middle) * (rank as f64 - middle)
 }
 
 /// The strip and the height of each series' row in it.

@@ -17,7 +17,7 @@ pub use heat::svg as heat;
 pub use rows::svg as rows;
 
 use super::ReportError;
-use super::chart::{Axis, Chart, MOST_CURVES};
+use super::chart::{Axis, Chart, Point};
 use super::palette::Colour;
 use super::ticks::{Span, Tick};
 use canvas::{Align, BOLD, Canvas, Pixel, Stroke, Words, text_width};
@@ -56,6 +56,11 @@ impl Frame {
         (self.across(x), self.bottom - self.y.place(y) * (self.bottom - self.top - self.strip))
     }
 
+    /// The same, with all that is in it so far to the side.
+    fn aside(&self, pixels: f64) -> Frame {
+        Frame { left: self.left + pixels, right: self.right + pixels, ..*self }
+    }
+
     /// How far right a value of x lies.
     fn across(&self, x: f64) -> f64 {
         self.left + self.x.place(x) * (self.right - self.left)
@@ -68,9 +73,11 @@ impl Frame {
 /// [`ReportError::Empty`] when no point of the chart has a place on its axes, [`ReportError::Draw`] when the drawing
 /// library fails.
 pub fn svg(chart: &Chart) -> Result<String, ReportError> {
-    let has_heights =
-        |chart: &Chart| chart.series.iter().flat_map(|series| &series.points).all(|point| point.y.is_some());
-    if chart.series.len() > MOST_CURVES && has_heights(chart) {
+    // A name in the legend without a mark in the plot would be looked for in vain.
+    let is_shown = |point: &Point| point.y.or(point.model).is_none_or(|y| chart.y.shows(y));
+    let shown = chart.series.iter().filter(|series| series.points.iter().any(is_shown)).cloned().collect();
+    let chart = &Chart { series: shown, ..chart.clone() };
+    if chart.is_split() {
         return multiples::svg(chart);
     }
     let empty = || ReportError::Empty(chart.id.clone());

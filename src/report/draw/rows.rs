@@ -5,7 +5,7 @@ use super::{FAINT_INK, GRID, INK, MARGIN, SMALL, TOP, WHITE, WIDTH, fitted, fitt
 use crate::report::ReportError;
 use crate::report::chart::Rule;
 use crate::report::palette::Marker;
-use crate::report::rows::{Mark, Row, Rows};
+use crate::report::rows::{Kind, Mark, Row, Rows};
 use crate::report::ticks::{Span, Tick};
 
 const MOST_NAME: f64 = 230.0;
@@ -44,7 +44,12 @@ pub fn svg(rows: &Rows) -> Result<String, ReportError> {
         Mark::Dot => DOT_ROW,
         Mark::Stack | Mark::Fall => BAR + BETWEEN,
     };
-    let key = key_places(rows);
+    // A name in the key without a mark would be looked for in vain.
+    let is_shown = |value: &Option<(f64, _)>| value.as_ref().is_some_and(|(value, _)| rows.axis.shows(*value));
+    let has_values = |place: usize| rows.rows.iter().any(|row| is_shown(&row.values[place]));
+    let kinds: Vec<&Kind> =
+        (0..).zip(&rows.kinds).filter(|(place, _)| has_values(*place)).map(|(_, kind)| kind).collect();
+    let key = key_places(&kinds);
     let lines = key.iter().map(|(_, line)| line + 1).max().unwrap_or(1);
     let top = TOP - 14.0 + KEY_LINE * lines as f64 + 24.0;
     let (left, bottom) = (MARGIN + names + 10.0, top + row * rows.rows.len() as f64);
@@ -58,7 +63,7 @@ pub fn svg(rows: &Rows) -> Result<String, ReportError> {
         let plain = Words { size: SMALL, colour: FAINT_INK, bold: false, align: Align::Start };
         title(canvas, &rows.title)?;
         subtitle(canvas, &rows.subtitle)?;
-        for (kind, &(across, line)) in rows.kinds.iter().zip(&key) {
+        for (kind, &(across, line)) in kinds.iter().zip(&key) {
             let middle = TOP - 14.0 + KEY_LINE * line as f64;
             let box_of = |half: f64| {
                 let (left, right) = (across, across + SWATCH);
@@ -77,9 +82,9 @@ pub fn svg(rows: &Rows) -> Result<String, ReportError> {
 }
 
 /// Where each kind's entry of the key begins, and on which line.
-fn key_places(rows: &Rows) -> Vec<(f64, usize)> {
+fn key_places(kinds: &[&Kind]) -> Vec<(f64, usize)> {
     let (mut across, mut line) = (MARGIN, 0);
-    let place = |kind: &crate::report::rows::Kind| {
+    let place = |kind: &&Kind| {
         let width = SWATCH + 6.0 + text_width(&kind.name, SMALL) + 18.0;
         if across + width > WIDTH && across > MARGIN {
             (across, line) = (MARGIN, line + 1);
@@ -87,7 +92,7 @@ fn key_places(rows: &Rows) -> Vec<(f64, usize)> {
         across += width;
         (across - width, line)
     };
-    rows.kinds.iter().map(place).collect()
+    kinds.iter().map(place).collect()
 }
 
 fn axis(canvas: &Canvas, rows: &Rows, frame: &Frame) -> Result<(), ReportError> {

@@ -1,6 +1,6 @@
 //! What eviction buys: time of decoding against the bytes that stay. One sample is no median and is not drawn.
 
-use super::{Data, Reading, budget, policy};
+use super::{Data, Reading, band, budget, policy};
 use crate::report::chart::{Axis, Chart, Quantity, Rule, Series};
 use crate::report::naming::{CONTEXT, HEADS, KERNEL, Naming};
 use crate::report::palette;
@@ -18,9 +18,11 @@ pub fn chart(data: &Data) -> Option<Chart> {
         id: "decode-latency-vs-kv-bytes".into(),
         title: "Time of decoding against live KV bytes".into(),
         subtitle: naming.common,
-        caption: "Medians of the decode phase after eviction; the band is the bootstrap 95% interval, or the range \
-                  over seeds. Dashed line: the cache that nothing was evicted from."
-            .into(),
+        caption: format!(
+            "Medians of the decode phase after eviction; {}, or the range over seeds. Dashed line: the cache that nothing was \
+             evicted from.",
+            band()
+        ),
         x: Axis { label: "live KV bytes".into(), field: "kv_bytes_live", quantity: Quantity::Bytes },
         y: Axis { label: "median time of decoding".into(), field: "median_ns", quantity: Quantity::Nanoseconds },
         interval_fields: ("ci95_low_ns", "ci95_high_ns"),

@@ -1,6 +1,7 @@
 //! A model that was told facts: right answers as more are written, through a memory and in the context.
 
 use super::{Data, Reading};
+use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::Record;
 use crate::report::chart::{Axis, Chart, Quantity};
@@ -10,6 +11,15 @@ use std::collections::BTreeSet;
 /// Answers by the fact's value, for its stem.
 pub fn by_facts(data: &Data) -> Option<Chart> {
     let records = data.of(Measure::EDIT);
+    // Budgets are those of so many facts; several of these set a policy apart from itself.
+    let bare = |record: &Record| Cell { budget: None, ..record.cell.clone() };
+    let has_budgets = |record: &Record| {
+        records.iter().any(|other| bare(other) == bare(record) && other.cell.budget != record.cell.budget)
+    };
+    let name = |record: &Record| {
+        let budget = record.cell.budget.as_ref().filter(|_| has_budgets(record));
+        format!("{}{}", record.cell.chosen().unwrap_or_default(), budget.map_or(String::new(), |one| format!("@{one}")))
+    };
     let places = |record: &Record| {
         let alike = records.iter().filter(|other| name(other) == name(record) && other.cell.model == record.cell.model);
         alike.map(|other| other.cell.facts).collect::<BTreeSet<_>>().len()
@@ -33,9 +43,9 @@ pub fn by_facts(data: &Data) -> Option<Chart> {
         title: "Answers about facts that a model was told".into(),
         subtitle: models.into_iter().collect::<Vec<_>>().join(" · "),
         caption: "Share of facts that are answered by their value when asked for by their stem. larimar: written into a memory whose \
-                  read-out stands before the question; full: all facts in the context; policies: the same, evicted to as many bytes as \
-                  the memory takes before a question is seen, from as many facts on as do not fit; nearest: the facts nearest to the \
-                  question in the context. The band is Wilson's 95% interval over questions."
+                  read-out stands before the question; full: all facts in the context; policies: the same, evicted before a question \
+                  is seen to a budget of as many bytes as the memory takes, from as many facts on as do not fit (whole pages may \
+                  hold more: the bytes held stand in the table); nearest: the facts nearest to the question in the context. The band is Wilson's 95% interval over questions."
             .into(),
         x: Axis { label: "facts written".into(), field: "facts", quantity: Quantity::Count },
         y: Axis { label: "right answers".into(), field: "share", quantity: Quantity::Share },
@@ -44,8 +54,4 @@ pub fn by_facts(data: &Data) -> Option<Chart> {
         series,
         rules: Vec::new(),
     })
-}
-
-fn name(record: &Record) -> String {
-    record.cell.chosen().unwrap_or_default().into()
 }

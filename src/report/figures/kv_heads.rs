@@ -1,6 +1,6 @@
 //! What grouped-query attention saves: KV bytes for each token, and time, against the number of KV heads.
 
-use super::{Data, Reading};
+use super::{Data, Reading, band};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::memory::Label;
@@ -17,7 +17,7 @@ pub fn bytes_per_token(data: &Data) -> Option<Chart> {
         Some(Reading {
             x: cell.kv_heads as f64,
             y: Some(kv_bytes(record)? as f64 / (cell.batch * cell.context_tokens) as f64),
-            ci95: None,
+            interval: None,
             model: Some((elements * cell.dtype.bytes()) as f64),
         })
     };
@@ -60,9 +60,11 @@ fn chart(data: &Data, records: &[&Record], read: impl Fn(&Record) -> Option<Read
         id: String::new(),
         title: String::new(),
         subtitle: naming.common,
-        caption: "Medians; the band is the bootstrap 95% interval, or the range over seeds. Fewer KV heads than query \
-                  heads: grouped-query attention; one: multi-query attention."
-            .into(),
+        caption: format!(
+            "Medians; {}, or the range over seeds. Fewer KV heads than query heads: grouped-query attention; one: multi-query \
+             attention.",
+            band()
+        ),
         x: Axis { label: "KV heads (Hkv)".into(), field: "kv_heads", quantity: Quantity::Count },
         y: Axis { label: "median time".into(), field: "median_ns", quantity: Quantity::Nanoseconds },
         interval_fields: ("ci95_low_ns", "ci95_high_ns"),

@@ -1,6 +1,6 @@
 //! Time of the kernels against context.
 
-use super::{Data, Reading, context};
+use super::{Data, Reading, band, context};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::report::chart::{Axis, Chart, Quantity};
@@ -32,7 +32,7 @@ fn chart(data: &Data, measure: Measure, id: &str, title: &str) -> Option<Chart> 
         id: id.into(),
         title: title.into(),
         subtitle: naming.common,
-        caption: format!("Medians; the band is the bootstrap 95% interval, or the range over seeds.{cross}"),
+        caption: format!("Medians; {}, or the range over seeds.{cross}", band()),
         x: Axis { label: "context (tokens)".into(), field: "context_tokens", quantity: Quantity::Tokens },
         y: Axis { label: "median time".into(), field: "median_ns", quantity: Quantity::Nanoseconds },
         interval_fields: ("ci95_low_ns", "ci95_high_ns"),
@@ -45,7 +45,7 @@ fn chart(data: &Data, measure: Measure, id: &str, title: &str) -> Option<Chart> 
 fn read(record: &Record, phase: &str) -> Option<Reading> {
     let x = record.cell.context_tokens as f64;
     match record.status {
-        Status::Oom => Some(Reading { x, y: None, ci95: None, model: None }),
+        Status::Oom => Some(Reading { x, y: None, interval: None, model: None }),
         _ => Some(Reading::latency(x, record.latency.get(phase)?)),
     }
 }

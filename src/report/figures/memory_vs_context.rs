@@ -45,7 +45,7 @@ fn read(record: &Record) -> Option<Reading> {
     Some(Reading {
         x: record.cell.context_tokens as f64,
         y: (record.status == Status::Ok).then_some(memory.peak_bytes as f64),
-        ci95: None,
+        interval: None,
         model: Some(memory.predicted_peak_bytes as f64),
     })
 }

@@ -57,6 +57,7 @@ use super::rows::Rows;
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Latency, Record, Status};
+use crate::stats::LEAST_FOR_INTERVAL;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Every figure, in the order in which the report shows them.
@@ -214,8 +215,8 @@ pub struct Reading {
     pub x: f64,
     /// Measured value; `None` where the cell ran out of memory.
     pub y: Option<f64>,
-    /// Lower and upper end of the value's own 95% interval.
-    pub ci95: Option<(f64, f64)>,
+    /// The value's own interval.
+    pub interval: Option<Interval>,
     /// Value by formula.
     pub model: Option<f64>,
 }
@@ -336,21 +337,33 @@ impl<'a> Data<'a> {
 }
 
 impl Reading {
-    /// A measured value with its own interval.
+    /// A measured value with its own 95% interval.
     pub fn measured(x: f64, y: f64, ci95: Option<(f64, f64)>) -> Reading {
-        Reading { x, y: Some(y), ci95, model: None }
+        let interval = ci95.map(|(low, high)| Interval { low, high, kind: "ci95" });
+        Reading { x, y: Some(y), interval, model: None }
     }
 
     /// The median of a phase, with its interval.
     pub fn latency(x: f64, latency: &Latency) -> Reading {
-        Reading::measured(x, latency.median_ns, Some((latency.ci95_low_ns, latency.ci95_high_ns)))
+        let interval = Interval { low: latency.ci95_low_ns, high: latency.ci95_high_ns, kind: interval_of(&[latency]) };
+        Reading { interval: Some(interval), ..Reading::measured(x, latency.median_ns, None) }
     }
 
     fn is_finite(&self) -> bool {
-        let ends = self.ci95.map(|(low, high)| [low, high]);
+        let ends = self.interval.map(|Interval { low, high, .. }| [low, high]);
         let values = [self.x].into_iter().chain(self.y).chain(self.model).chain(ends.into_iter().flatten());
         values.into_iter().all(f64::is_finite)
     }
+}
+
+/// What the ends around medians are: of samples too few for an interval their range.
+fn interval_of(phases: &[&Latency]) -> &'static str {
+    if phases.iter().any(|phase| phase.samples_ns.len() < LEAST_FOR_INTERVAL) { "range" } else { "ci95" }
+}
+
+/// The same in words.
+fn band() -> String {
+    format!("the band is the 95% interval, of fewer than {LEAST_FOR_INTERVAL} samples their range")
 }
 
 /// Median drift of a record, with its interval, at `x`.
@@ -398,7 +411,7 @@ fn point(cells: &[(&Record, Reading)]) -> Point {
     let y = median(readings().filter_map(|reading| reading.y));
     let interval = match (&shown[..], y) {
         (_, None) => None,
-        ([(_, only)], _) => only.ci95.map(|(low, high)| Interval { low, high, kind: "ci95" }),
+        ([(_, only)], _) => only.interval,
         _ => {
             let ends = readings().filter_map(|reading| reading.y);
             let (low, high) = (ends.clone().fold(f64::INFINITY, f64::min), ends.fold(f64::NEG_INFINITY, f64::max));

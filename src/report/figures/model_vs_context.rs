@@ -1,6 +1,6 @@
 //! What a whole model takes against context: peak memory, time to the first token, time of a token.
 
-use super::{Data, Reading};
+use super::{Data, Reading, band};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::Record;
 use crate::report::chart::{Axis, Chart, Quantity};
@@ -19,18 +19,21 @@ pub fn memory(data: &Data) -> Option<Chart> {
 
 /// Time to the first token.
 pub fn first_token(data: &Data) -> Option<Chart> {
-    let caption = "From the start to the first token of the answer, while the policy ran alone: reading the context, \
-                   evicting from it, reading the question. Medians over samples.";
-    chart(data, ["first-token-vs-context", "Time to the first token", caption], time(), |record| {
+    let caption = format!(
+        "From the start to the first token of the answer, while the policy ran alone: reading the context, evicting from it, \
+         reading the question. Medians over samples; {}.",
+        band()
+    );
+    chart(data, ["first-token-vs-context", "Time to the first token", &caption], time(), |record| {
         phase(record, "first_token")
     })
 }
 
 /// Time of a token.
 pub fn step(data: &Data) -> Option<Chart> {
-    let caption = "Between one token of an answer and the next, while the policy ran alone. Medians; the band is the \
-                   bootstrap 95% interval.";
-    chart(data, ["token-vs-context", "Time of a token", caption], time(), |record| phase(record, "decode"))
+    let caption =
+        format!("Between one token of an answer and the next, while the policy ran alone. Medians; {}.", band());
+    chart(data, ["token-vs-context", "Time of a token", &caption], time(), |record| phase(record, "decode"))
 }
 
 fn time() -> Axis {

@@ -1,6 +1,6 @@
 //! The size of a page: what it wastes of the memory that requests hold, and what it costs a decode step.
 
-use super::{Data, Reading};
+use super::{Data, Interval, Reading, interval_of};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
@@ -10,6 +10,7 @@ use crate::report::naming::{CONTEXT, HEADS, KERNEL, Naming};
 use crate::report::palette;
 use crate::report::workers::same_machine;
 use crate::serving::DEFAULT_PAGE_TOKENS;
+use crate::stats::LEAST_FOR_INTERVAL;
 
 /// The figure; drawn when both sides are there.
 pub fn chart(data: &Data) -> Option<Chart> {
@@ -44,11 +45,12 @@ pub fn chart(data: &Data) -> Option<Chart> {
         id: "paging-tradeoff".into(),
         title: "The size of a page: wasted memory against time".into(),
         subtitle: naming.common,
-        caption: "Wasted memory (simulated): fraction of the slots that running requests hold in which there is no token. \
-                  Slower decode step (measured): how much longer a step takes than over contiguous tensors, from \
-                  interleaved rounds; the cache was filled page by page over all heads, so that the pages of a head lie \
-                  apart. The band is made of the ends of both bootstrap 95% intervals. Below 0: faster."
-            .into(),
+        caption: format!(
+            "Wasted memory (simulated): fraction of the slots that running requests hold in which there is no token. Slower \
+             decode step (measured): how much longer a step takes than over contiguous tensors, from interleaved rounds; the \
+             cache was filled page by page over all heads, so that the pages of a head lie apart. The band is made of the ends \
+             of both 95% intervals, of fewer than {LEAST_FOR_INTERVAL} samples of their ranges. Below 0: faster."
+        ),
         x: Axis { label: "tokens of a page".into(), field: "page_tokens", quantity: Quantity::Count },
         y: Axis { label: "wasted memory, or added time".into(), field: "share", quantity: Quantity::Gap },
         interval_fields: ("low", "high"),
@@ -76,6 +78,11 @@ fn slow_down(record: &Record, records: &[&Record]) -> Option<Reading> {
     let theirs =
         records.iter().find(|other| other.cell == contiguous && same_machine(other, record))?.latency.get("decode")?;
     let own = record.latency.get("decode")?;
-    let ends = (own.ci95_low_ns / theirs.ci95_high_ns - 1.0, own.ci95_high_ns / theirs.ci95_low_ns - 1.0);
-    Some(Reading::measured(page as f64, own.median_ns / theirs.median_ns - 1.0, Some(ends)))
+    let interval = Interval {
+        low: own.ci95_low_ns / theirs.ci95_high_ns - 1.0,
+        high: own.ci95_high_ns / theirs.ci95_low_ns - 1.0,
+        kind: interval_of(&[own, theirs]),
+    };
+    let slower = Reading::measured(page as f64, own.median_ns / theirs.median_ns - 1.0, None);
+    Some(Reading { interval: Some(interval), ..slower })
 }

@@ -41,5 +41,5 @@ fn read(record: &Record) -> Option<Reading> {
     let inputs = memory.peak_bytes.saturating_sub(memory.arena_growth_bytes);
     let predicted = memory.predicted_peak_bytes.saturating_sub(inputs) as f64;
     let measured = memory.gpu_growth_bytes.or(memory.rss_growth_bytes)? as f64;
-    Some(Reading { x: predicted, y: Some(measured), ci95: None, model: Some(predicted) })
+    Some(Reading { x: predicted, y: Some(measured), interval: None, model: Some(predicted) })
 }

@@ -1,6 +1,6 @@
 //! Attention shared out over ranks: what a rank holds, and how long a pass takes, against how many there are.
 
-use super::{Data, Reading, curves};
+use super::{Data, Reading, band, curves};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
@@ -13,7 +13,7 @@ pub fn bytes(data: &Data) -> Option<Chart> {
     let read = |record: &Record| {
         let memory = record.memory.as_ref()?;
         let (y, model) = (Some(memory.peak_bytes as f64), Some(memory.predicted_peak_bytes as f64));
-        Some(Reading { x: ranks(record)?, y, ci95: None, model })
+        Some(Reading { x: ranks(record)?, y, interval: None, model })
     };
     Some(Chart {
         id: "rank-bytes-vs-ranks".into(),
@@ -34,10 +34,11 @@ pub fn time(data: &Data) -> Option<Chart> {
     Some(Chart {
         id: "time-vs-ranks".into(),
         title: "Time of a pass that ranks share".into(),
-        caption: "Points: median time of the slowest rank, each with one thread; the band is the bootstrap 95% interval. Line: the \
-                  cost model, from what one rank computes and what links took in the run. Ranks beyond the machine's cores take \
-                  turns. Lower is better."
-            .into(),
+        caption: format!(
+            "Points: median time of the slowest rank, each with one thread; {}. Line: the cost model, from what one rank computes \
+             and what links took in the run. Ranks beyond the machine's cores take turns. Lower is better.",
+            band()
+        ),
         model_field: Some("predicted_ns"),
         ..chart(data, |record| timed(record, "forward"))?
     })
@@ -49,9 +50,11 @@ pub fn sending(data: &Data) -> Option<Chart> {
     Some(Chart {
         id: "sending-vs-ranks".into(),
         title: "Time of a pass's messages alone".into(),
-        caption: "Points: median time in which the slowest rank sent what a pass sends, and computed nothing; the band is the \
-                  bootstrap 95% interval. Line: the cost model, from messages that were timed in the run. Lower is better."
-            .into(),
+        caption: format!(
+            "Points: median time in which the slowest rank sent what a pass sends, and computed nothing; {}. Line: the cost \
+             model, from messages that were timed in the run. Lower is better.",
+            band()
+        ),
         model_field: Some("predicted_ns"),
         ..chart(data, read)?
     })

@@ -54,6 +54,25 @@ fn several_seeds_are_one_point_with_their_range() {
 }
 
 #[test]
+fn of_few_samples_the_ends_are_a_range_and_no_interval() {
+    for (count, kind) in [(5, "range"), (6, "ci95")] {
+        let mut run = samples::run();
+        for phase in run.records.iter_mut().flat_map(|record| record.latency.values_mut()) {
+            phase.samples_ns.resize(count, 1);
+        }
+        for id in ["latency-vs-context", "decode-latency-vs-kv-bytes", "paging-tradeoff"] {
+            let rows = table(&run, id);
+            let kinds: std::collections::BTreeSet<&str> =
+                rows.iter().map(|row| row["interval"].as_str()).filter(|kind| !kind.is_empty()).collect();
+            assert_eq!(kinds, [kind].into(), "{id}");
+        }
+        let (_folder, drawn) = drawn(&[run]);
+        let page = fs::read_to_string(drawn.html).unwrap();
+        assert!(page.contains("the band is the 95% interval, of fewer than 6 samples their range"));
+    }
+}
+
+#[test]
 fn configurations_that_differ_never_share_a_series() {
     type Change = fn(&mut crate::experiment::cell::Cell);
     let changes: [Change; 9] = [
@@ -168,6 +187,15 @@ fn many_curves_become_small_plots_that_name_every_one() {
     let ranked = table(&run, "policies-ranked");
     let order: Vec<&str> = ranked.iter().map(|row| row["series"].as_str()).collect();
     assert_eq!((order[0], ranked.len()), ("oracle", 14 * 3));
+    // Who lacks the hardest budget is no better for it.
+    let mut run = run;
+    let hardest = |record: &Record| {
+        record.cell.policy.as_deref() == Some("h2o") && record.cell.budget.as_deref() == Some("0.125")
+    };
+    run.records.retain(|record| !hardest(record));
+    let ranked = table(&run, "policies-ranked");
+    assert_eq!((ranked[0]["series"].as_str(), ranked.last().unwrap()["series"].as_str()), ("oracle", "h2o"));
+    assert_ne!(order.last(), Some(&"h2o"));
 }
 
 #[test]
@@ -291,6 +319,46 @@ fn a_policy_has_one_colour_in_every_figure_of_every_run() {
     assert!(snapkv.colour == ada.colour && snapkv != ada);
 }
 
+/// The name of a series in a legend is looked for in the plot.
+#[test]
+fn what_has_no_mark_has_no_name_in_the_legend() {
+    let run = samples::layers();
+    let records: Vec<&Record> = run.records.iter().collect();
+    let data = figures::Data::new(&records, Detail::Layers);
+    let mut chart = figures::example::chart(&data).unwrap();
+    chart.series.truncate(3);
+    let mut nowhere = chart.series[0].clone();
+    nowhere.name = "nowhere".into();
+    // A logarithm has no place for 0.
+    nowhere.points.iter_mut().for_each(|point| point.y = Some(0.0));
+    chart.series.push(nowhere);
+    assert!(!draw::svg(&chart).unwrap().contains("nowhere"));
+    let mut panels = figures::PANELS.iter().filter_map(|figure| figure(&data));
+    let ranked = panels.find_map(|picture| match picture {
+        Picture::Rows(rows) if rows.id == "policies-ranked" => Some(rows),
+        _ => None,
+    });
+    let mut rows = ranked.unwrap();
+    rows.kinds.push(rows::Kind { name: "nowhere".into(), ..rows.kinds[0].clone() });
+    rows.rows.iter_mut().for_each(|row| row.values.push(None));
+    assert!(!draw::rows(&rows).unwrap().contains("nowhere"));
+}
+
+#[test]
+fn points_of_one_place_stand_side_by_side() {
+    let of_budgets = |budgets: &[f64]| {
+        let cells = |policy| budgets.iter().map(move |budget| evicted(4096, policy, *budget));
+        let (folder, drawn) = drawn(&[of(["h2o", "keydiff", "random"].into_iter().flat_map(cells).collect())]);
+        let svg = fs::read_to_string(folder.path().join("plots/drift-vs-budget.svg")).unwrap();
+        // Intervals of points that stand alone are lines of one and a half pixels, of which each has four parts.
+        let place =
+            |line: &str| Some(line.split_once("stroke-width=\"6\" points=\"")?.1.split(',').next()?.to_string());
+        let places: std::collections::BTreeSet<String> = svg.lines().filter_map(place).collect();
+        (places.len(), fs::read_to_string(drawn.html).unwrap().contains("stand side by side"))
+    };
+    assert_eq!((of_budgets(&[0.25]), of_budgets(&[0.25, 0.5])), ((3, true), (0, false)));
+}
+
 #[test]
 fn several_formats_are_drawn_as_fronts_and_policies_in_plain_elements() {
     let run = samples::formats();
@@ -357,6 +425,31 @@ fn activations_in_fewer_bits_have_a_figure_and_no_place_among_what_saves_bytes()
     // Of the rest, the model's own weights lose nothing and have no place on a logarithm.
     assert_eq!(rows.len() - rounded.len(), weights - 1, "{rows:?}");
     assert_eq!(table(&run, "weights-ranked").len(), weights - 1);
+}
+
+/// A policy under two budgets is two series, and under another one for each number of facts one.
+#[test]
+fn budgets_set_a_policy_apart_from_itself_where_facts_are_told() {
+    let told = |facts: usize, budget: &str| {
+        with_cell(samples::told("", facts, 0.5), |cell| {
+            (cell.memory, cell.policy, cell.budget) = (None, Some("keydiff".into()), Some(budget.into()));
+        })
+    };
+    let names = |records: &[Record]| {
+        let rows = table(&of(records.to_vec()), "answers-vs-facts");
+        assert!(rows.iter().all(|row| row["interval"] == "ci95"), "{rows:?}");
+        rows.into_iter().map(|row| row["series"].clone()).collect::<Vec<_>>()
+    };
+    let one = [told(16, "1KiB"), told(64, "2KiB")];
+    assert_eq!(names(&one), ["keydiff", "keydiff"]);
+    assert!(summary_table(&one).contains("seed 0 · budget 1KiB"), "{}", summary_table(&one));
+    let two = [told(16, "1KiB"), told(16, "4KiB"), told(64, "1KiB"), told(64, "4KiB")];
+    assert_eq!(names(&two), ["keydiff@1KiB", "keydiff@1KiB", "keydiff@4KiB", "keydiff@4KiB"]);
+    let lines = summary_table(&two);
+    assert!(
+        lines.matches("| keydiff@1KiB |").count() == 2 && lines.matches("| keydiff@4KiB |").count() == 2,
+        "{lines}"
+    );
 }
 
 /// What all are compared with, of one model: the same number from every one of them, but for rounding.

@@ -71,6 +71,14 @@ fn what_is_not_there_is_told_before_what_is() {
 }
 
 #[test]
+fn seeds_of_a_memory_of_facts_are_told_apart() {
+    let recalled = |seed: u64| with_cell(samples::recalled("list", "write:count=16", 0.9), |cell| cell.seed = seed);
+    let both = summary_table(&[recalled(0), recalled(1)]);
+    assert!(both.contains("| list seed 0 |") && both.contains("| list seed 1 |"), "{both}");
+    assert!(!summary_table(&[recalled(0)]).contains("seed"));
+}
+
+#[test]
 fn models_of_one_name_in_two_folders_are_two() {
     let mut run = samples::answers();
     let twice = run.records.clone().into_iter().map(|record| {
@@ -379,7 +387,12 @@ fn pieces_of_two_texts_count_alike() {
         let of_text = |record: Record| {
             let mut record = with_cell(record, |cell| (cell.text, cell.seed) = (Some(text.into()), seed));
             let answers = record.answers.as_mut().unwrap();
-            (answers.samples, answers.sample_kl_nats) = (pieces, vec![if pieces < 5 { 0.2 } else { 0.4 }; pieces]);
+            let (kl, nll) = if pieces < 5 { (0.2, 1.0) } else { (0.4, 2.0) };
+            (answers.samples, answers.sample_kl_nats) = (pieces, vec![kl; pieces]);
+            // One is worse on one of the texts.
+            let worse = if pieces < 5 && record.cell.policy.as_deref() == Some("random") { 0.5 } else { 0.0 };
+            answers.sample_nll_nats = vec![nll + worse; pieces];
+            answers.nll_nats.mean = nll + worse;
             record
         };
         records.map(of_text).collect()
@@ -393,7 +406,20 @@ fn pieces_of_two_texts_count_alike() {
         for pool in &pools {
             let found = pool.kl_nats().unwrap();
             assert!((found.mean - 0.36).abs() < 1e-12, "{}: {found:?}", pool.name);
-            assert_eq!(pool.all_samples(), 10, "{}", pool.name);
+            assert_eq!((pool.all_samples(), pool.samples()), (10, 10), "{}", pool.name);
         }
+        // exp(1.8) is 6.05, and exp(1.9) 6.69; the mean over texts would be 1.5.
+        let summary = summary_table(&all);
+        let board = summary.lines().take_while(|line| !line.contains("comparison")).collect::<Vec<_>>().join("\n");
+        assert!(board.contains(" 6.0 |") && board.contains(" 6.7 |") && !board.contains(" 4.5 |"), "{board}");
+        let of_nll = table(&super::of(all.clone()), "comparisons");
+        let mut of_nll = of_nll.iter().filter(|row| row["measure"] == "nll_nats").peekable();
+        assert!(of_nll.peek().is_some());
+        for row in of_nll {
+            let number = |field: &str| row[field].parse::<f64>().unwrap();
+            assert!((number("value_a") - number("value_b") - number("difference")).abs() < 1e-9, "{row:?}");
+        }
+        let said = findings(&all);
+        assert!(said.iter().any(|sentence| sentence.contains("10 samples, KL")), "{said:?}");
     }
 }
