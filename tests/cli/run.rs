@@ -161,7 +161,7 @@ fn json_prints_a_record_on_each_line_and_nothing_else() {
 fn a_dry_run_lists_the_cells_and_writes_nothing() {
     let desk = Desk::with(SMALL);
     let shown = desk.works(&["run", "x.toml", "--out", "out", "--dry-run"]);
-    assert!(shown.contains("evict tiled 4/2 knorm@0.25 f32 256"), "{shown}");
+    assert!(shown.contains("evict tiled 4/2 D 32 knorm@0.25 f32 256"), "{shown}");
     assert!(shown.contains("3 cells, 0 of them over the limit"), "{shown}");
     let shown = desk.works(&["run", "x.toml", "--dry-run", "--limit-memory", "64KiB"]);
     assert!(shown.contains("3 cells, 3 of them over the limit of 64.0 KiB"), "{shown}");
@@ -344,7 +344,7 @@ fn cells_that_do_not_fit_are_no_error_and_cells_that_fail_are() {
         "name = \"x\"\n[file]\npath = \"in.safetensors\"\n[[grid]]\nmeasure = \"forward\"\ncontext_tokens = [16]\n";
     fs::write(desk.path("x.toml"), text).unwrap();
     let stderr = desk.fails(&["run", "x.toml", "--out", "failed"], 1);
-    assert!(stderr.contains("1 of the cells failed; the first is 'forward tiled 1/1 f32 16': "), "{stderr}");
+    assert!(stderr.contains("1 of the cells failed; the first is 'forward tiled 1/1 D 4 f32 16': "), "{stderr}");
     let run = desk.path("failed/x").join(names(&desk.path("failed/x")).first().unwrap());
     assert_eq!(records(&cells(&run))[0]["status"], "failed");
 }
