@@ -53,6 +53,9 @@ pub fn is_stdout(target: &Path) -> bool {
     target == Path::new("-")
 }
 
+/// Endings of what is read of a model's folder.
+const MODEL_FILES: [&str; 4] = ["json", "jinja", "model", "safetensors"];
+
 /// Refuses files that cannot be written, that two options name, or that are part of a folder which is read, before any work is
 /// done: `reads` and `writes` are pairs of an option and its file.
 pub fn check_files(reads: &[(&str, &Path)], writes: &[(&str, &Path)]) -> Result<(), Failure> {
@@ -65,7 +68,11 @@ pub fn check_files(reads: &[(&str, &Path)], writes: &[(&str, &Path)]) -> Result<
             )));
         }
     }
-    for (option, path, resolved) in all.iter().skip(reads.len()).filter(|(.., resolved)| resolved.exists()) {
+    let is_read = |path: &Path| {
+        let ending = path.extension().and_then(|ending| ending.to_str());
+        path.exists() && ending.is_some_and(|ending| MODEL_FILES.contains(&ending))
+    };
+    for (option, path, resolved) in all.iter().skip(reads.len()).filter(|(.., resolved)| is_read(resolved)) {
         if let Some((of, ..)) = all[..reads.len()].iter().find(|read| resolved.parent() == Some(&read.2)) {
             return Err(Failure::usage(format!("{option} is '{}', a file of {of}; name another", path.display())));
         }

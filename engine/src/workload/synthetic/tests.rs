@@ -246,7 +246,7 @@ fn what_cannot_be_planted_is_refused_with_what_would_be_right() {
         (Extents { head_dim: 63, ..PLAIN }, "head dim is 63; it must be an even number"),
         (Extents { q_heads: 3, ..PLAIN }, "3 query heads cannot share 2 KV heads"),
         (Extents { context_tokens: 20, new_tokens: 8, ..PLAIN }, "context_tokens is 20; it must be at least 24"),
-        (Extents { context_tokens: 1 << 20, ..PLAIN }, "rope_theta must be at least 3.354e6"),
+        (Extents { context_tokens: 1 << 20, ..PLAIN }, "rope_theta must be at least 3354138"),
         (Extents { head_dim: 16, context_tokens: 1 << 14, ..PLAIN }, "band_mass = 0.25 cannot be reached"),
     ];
     for (extents, expected) in cases {
