@@ -25,7 +25,8 @@ answered [N], whether its scope detector lets the cue pass. docs/memories.md has
 \
 With --model and --maps, which kvsieve train --method larimar writes, the input is text: a fact a line, what is asked, a tab, and \
 the answer of one token, both with the space before them; to read, a question a line. read writes each question, a tab, the \
-model's answer, a tab, and whether the memory had something for it (memory) or the model answered alone (model).
+model's answer, a tab, and whether the memory had something for it (memory) or the model answered alone (model). In an answer a \
+line's end, a tab and a backslash are \\n, \\r, \\t and \\\\.
 
 Examples:
   kvsieve memory write --memory larimar:slots=64 --input facts.safetensors --output memory.safetensors
