@@ -151,17 +151,21 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             }
         }
         facts.save(&args.output, &text, &shape)?;
-        output::warn(unlisted(&facts, &shape).as_slice());
+        output::warn(&lost(&facts, &shape));
         Ok::<_, Failure>(None)
     })?;
     args.tell(arena.usage(), text, [vectors.rows(), shape.width], answered)
 }
 
-/// What is said of facts that the scope detector has lost, if there are some.
-fn unlisted(facts: &Facts, shape: &FactShape) -> Option<String> {
-    let (lost, most) = (facts.unlisted, shape.most_facts);
+/// What is said of facts that a list has lost, if there are some.
+fn lost(facts: &Facts, shape: &FactShape) -> Vec<String> {
+    let (lost, most, unfound) = (facts.unlisted, shape.most_facts, facts.unfound);
     let why = "cues of these are not answered any more; write them into a new memory with a larger --most-facts";
-    (lost > 0).then(|| format!("scope=list lists the latest {most} facts, and {lost} older ones went: {why}"))
+    let lost =
+        (lost > 0).then(|| format!("scope=list lists the latest {most} facts, and {lost} older ones went: {why}"));
+    let why = "it has lost older ones, and cannot tell whether these were among them or never written";
+    let unfound = (unfound > 0).then(|| format!("the list of the latest facts did not have {unfound} of these: {why}"));
+    lost.into_iter().chain(unfound).collect()
 }
 
 impl Args {
@@ -202,6 +206,12 @@ impl Args {
 /// Writes what was read; how many cues are answered.
 fn answers(facts: &Facts, cues: &Matrix, read: &Matrix, path: &Path) -> Result<usize, Failure> {
     let values: Vec<f32> = read.iter().map(|&value| value as f32).collect();
+    if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+        let (row, value) = (at / read.columns(), read[at]);
+        return Err(Failure::usage(format!(
+            "what the memory has for cue {row} holds {value:e}, and --output is F32; write facts of smaller numbers"
+        )));
+    }
     let is_answered = |index: usize| facts.answers(facts.distance(cues.row(index), read.row(index)));
     let answered: Vec<i64> = (0..cues.rows()).map(|index| i64::from(is_answered(index))).collect();
     let outputs = [

@@ -217,7 +217,7 @@ impl Episode {
             let change = self.change.expect("something is changed");
             if change.deletes {
                 match facts.forget(drawn.facts.row(index)) {
-                    Err(EpisodicError::NotWritten { .. }) => refused.add(true),
+                    Err(EpisodicError::NotForgotten(_)) => refused.add(true),
                     found => refused.add(found.map(|()| false)?),
                 }
             }

@@ -1,7 +1,7 @@
 //! `kvsieve memory --model M --maps FILE`: facts and questions as text, written by a model's own encoder and answered by the
 //! model with what is read from the memory before the question.
 
-use super::{Action, Args, unlisted};
+use super::{Action, Args, lost};
 use crate::cli::failure::Failure;
 use crate::cli::output;
 use crate::device::Cpu;
@@ -89,7 +89,7 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
         _ => editor.write(&facts)?,
     }
     editor.facts.save(&args.output, &name, &shape)?;
-    output::warn(unlisted(&editor.facts, &shape).as_slice());
+    output::warn(&lost(&editor.facts, &shape));
     Ok((name, facts.len(), shape.width, None, arena.usage()))
 }
 
