@@ -6,7 +6,7 @@ mod text;
 use super::failure::Failure;
 use super::{Compute, output};
 use crate::episodic::matrix::Matrix;
-use crate::episodic::{FactMemory, FactShape, Facts, MOST_FACTS, read_vectors};
+use crate::episodic::{FactMemory, FactShape, Facts, MOST_FACTS, Scope, read_vectors};
 use crate::memory::{Arena, Label, Usage};
 use crate::named::Named;
 use crate::tensor::file::{self, Output};
@@ -118,6 +118,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             let most_facts = args.most_facts()?.unwrap_or(vectors.rows()).max(1);
             let shape = FactShape { width: vectors.columns(), most_facts };
             let memory = FactMemory::parse(text)?;
+            if args.most_facts.is_some() && !matches!(memory.scope, Scope::List(_)) {
+                return Err(Failure::usage(format!(
+                    "--most-facts is nothing to '{text}', which lists no facts for a scope detector; leave it out, or write scope=list"
+                )));
+            }
             (text.clone(), shape, cpu.install(|| memory.open(&shape, &arena))?)
         }
         (_, Some(path)) => {

@@ -152,6 +152,16 @@ fn mistakes_are_one_line_and_status_2() {
         ("memory write --input facts --output o", "--memory"),
         ("memory write --memory list --most-facts 0 --input facts --output o", "--most-facts is 0; it must be 1 to"),
         (
+            "memory write --memory larimar --most-facts 3 --input facts --output o",
+            "--most-facts is nothing to 'larimar', which lists no facts",
+        ),
+        ("memory write --memory larimar:slots=4 --input behind --output o", "a fact has no address"),
+        (
+            "memory write --memory larimar --input huge --output o",
+            "is inf; to be a fact's it must be above 0 and finite",
+        ),
+        ("memory read --from beyond-f32 --input large --output o", "for cue 0 holds 1e39, and --output is F32"),
+        (
             "memory write --memory list --maps none --input facts --output o",
             "'--memory <NAME>' cannot be used with '--maps <FILE>'",
         ),

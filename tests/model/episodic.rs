@@ -350,6 +350,8 @@ fn what_cannot_be_is_said_in_one_line() {
         ("larimar:start=empty,address=memory", "prior with address=memory"),
         ("larimar:steps=50", "from 1 to 40"),
         ("larimar:inverse=exact,steps=3", "left out with inverse=exact"),
+        ("larimar:write=episode,address=memory", "address is 'memory'; it must be left out with write=episode"),
+        ("larimar:write=episode,start=prior", "start is 'prior'; it must be left out with write=episode"),
         ("larimar:threshold=0.5", "left out without a scope detector"),
         ("list:scope=near", "none, list or residual"),
         ("list:noise=1", "'list' has no parameter 'noise'; it has slots, scope, threshold"),

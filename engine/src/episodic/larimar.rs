@@ -111,6 +111,14 @@ impl Larimar {
             return Err(named.wrong("steps", "left out with inverse=exact".into()));
         }
         let slots = named.count_in("slots", 64, 1..=MOST)?;
+        let write = [Write::Sequential, Write::Episode][choice("write", ["sequential", "episode"])?];
+        let unused = ["address", "start"].into_iter().find(|key| named.text(key).is_some());
+        if let (Write::Episode, Some(key)) = (write, unused) {
+            return Err(named.wrong(
+                key,
+                "left out with write=episode, which takes the prior's addresses and the prior's place".into(),
+            ));
+        }
         let address = [Address::Prior, Address::Memory][choice("address", ["prior", "memory"])?];
         let start = match named.text("start") {
             None if address == Address::Memory => Start::Prior,
@@ -122,7 +130,7 @@ impl Larimar {
         Ok(Larimar {
             slots,
             noise: named.number("noise", 0.1, 0.0..=1e3)?,
-            write: [Write::Sequential, Write::Episode][choice("write", ["sequential", "episode"])?],
+            write,
             address,
             prior: [Prior::Identity, Prior::Random][choice("prior", ["identity", "random"])?],
             start,
