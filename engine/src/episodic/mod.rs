@@ -57,7 +57,7 @@ pub enum EpisodicError {
     /// The iteration for the pseudo-inverse would grow without end.
     #[error(
         "the iterative pseudo-inverse needs singular values below {most:.1}, the largest is {largest:.1}; write shorter vectors \
-         or fewer, or use inverse=exact"
+         or fewer, or make the memory with fewer slots or with inverse=exact"
     )]
     Diverges {
         /// Largest singular value of the matrix.
