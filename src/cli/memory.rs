@@ -6,7 +6,7 @@ mod text;
 use super::failure::Failure;
 use super::{Compute, output};
 use crate::episodic::matrix::Matrix;
-use crate::episodic::{FactMemory, FactShape, Facts, MOST_FACTS, read_vectors};
+use crate::episodic::{FactMemory, FactShape, Facts, MOST_FACTS, Scope, read_vectors};
 use crate::memory::{Arena, Label, Usage};
 use crate::named::Named;
 use crate::tensor::file::{self, Output};
@@ -25,7 +25,8 @@ answered [N], whether its scope detector lets the cue pass. docs/memories.md has
 \
 With --model and --maps, which kvsieve train --method larimar writes, the input is text: a fact a line, what is asked, a tab, and \
 the answer of one token, both with the space before them; to read, a question a line. read writes each question, a tab, the \
-model's answer, a tab, and whether the memory had something for it (memory) or the model answered alone (model).
+model's answer, a tab, and whether the memory had something for it (memory) or the model answered alone (model). In an answer a \
+line's end, a tab and a backslash are \\n, \\r, \\t and \\\\.
 
 Examples:
   kvsieve memory write --memory larimar:slots=64 --input facts.safetensors --output memory.safetensors
@@ -117,6 +118,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             let most_facts = args.most_facts()?.unwrap_or(vectors.rows()).max(1);
             let shape = FactShape { width: vectors.columns(), most_facts };
             let memory = FactMemory::parse(text)?;
+            if args.most_facts.is_some() && !matches!(memory.scope, Scope::List(_)) {
+                return Err(Failure::usage(format!(
+                    "--most-facts is nothing to '{text}', which lists no facts for a scope detector; leave it out, or write scope=list"
+                )));
+            }
             (text.clone(), shape, cpu.install(|| memory.open(&shape, &arena))?)
         }
         (_, Some(path)) => {
@@ -150,17 +156,21 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             }
         }
         facts.save(&args.output, &text, &shape)?;
-        output::warn(unlisted(&facts, &shape).as_slice());
+        output::warn(&lost(&facts, &shape));
         Ok::<_, Failure>(None)
     })?;
     args.tell(arena.usage(), text, [vectors.rows(), shape.width], answered)
 }
 
-/// What is said of facts that the scope detector has lost, if there are some.
-fn unlisted(facts: &Facts, shape: &FactShape) -> Option<String> {
-    let (lost, most) = (facts.unlisted, shape.most_facts);
+/// What is said of facts that a list has lost, if there are some.
+fn lost(facts: &Facts, shape: &FactShape) -> Vec<String> {
+    let (lost, most, unfound) = (facts.unlisted, shape.most_facts, facts.unfound);
     let why = "cues of these are not answered any more; write them into a new memory with a larger --most-facts";
-    (lost > 0).then(|| format!("scope=list lists the latest {most} facts, and {lost} older ones went: {why}"))
+    let lost =
+        (lost > 0).then(|| format!("scope=list lists the latest {most} facts, and {lost} older ones went: {why}"));
+    let why = "it has lost older ones, and cannot tell whether these were among them or never written";
+    let unfound = (unfound > 0).then(|| format!("the list of the latest facts did not have {unfound} of these: {why}"));
+    lost.into_iter().chain(unfound).collect()
 }
 
 impl Args {
@@ -201,6 +211,12 @@ impl Args {
 /// Writes what was read; how many cues are answered.
 fn answers(facts: &Facts, cues: &Matrix, read: &Matrix, path: &Path) -> Result<usize, Failure> {
     let values: Vec<f32> = read.iter().map(|&value| value as f32).collect();
+    if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+        let (row, value) = (at / read.columns(), read[at]);
+        return Err(Failure::usage(format!(
+            "what the memory has for cue {row} holds {value:e}, and --output is F32; write facts of smaller numbers"
+        )));
+    }
     let is_answered = |index: usize| facts.answers(facts.distance(cues.row(index), read.row(index)));
     let answered: Vec<i64> = (0..cues.rows()).map(|index| i64::from(is_answered(index))).collect();
     let outputs = [

@@ -58,6 +58,40 @@ fn strangers_are_not_forgotten() {
     assert_eq!([3, 3, 5].map(forgotten), [Some(0), Some(2), Some(0)]);
 }
 
+/// Another value at a written address is refused and the memory stays; a list that has lost facts says that it did not have one.
+#[test]
+fn other_values_are_not_forgotten_and_facts_that_a_list_lost_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    vectors(folder, "facts", 32, &[0, 1, 2, 3]);
+    vectors(folder, "one", 32, &[1]);
+    vectors(folder, "never", 32, &[9]);
+    let mut other: Vec<f32> = (0..32).map(|column| ((37 + column * 3) as f32).sin()).collect();
+    other[16..].iter_mut().for_each(|value| *value = -*value);
+    write(&folder.join("other"), &[Output::f32("z", vec![1, 32], &other)]).unwrap();
+    let forget = |what: &str| {
+        let arguments = format!("memory forget --from m --input {what} --output m");
+        let done = kvsieve(folder, &arguments).output().unwrap();
+        (done.status.code(), String::from_utf8(done.stderr).unwrap())
+    };
+    for memory in ["larimar:slots=12", "larimar:slots=12,scope=list", "list:slots=4"] {
+        kvsieve(folder, &format!("memory write --memory {memory} --input facts --output m")).assert().success();
+        let before = std::fs::read(folder.join("m")).unwrap();
+        let (status, said) = forget("other");
+        assert!(status == Some(2) && said.matches("is not in the memory").count() == 1, "{memory}: {said}");
+        assert!(before == std::fs::read(folder.join("m")).unwrap(), "{memory}");
+        assert_eq!(forget("one"), (Some(0), String::new()), "{memory}");
+    }
+    for memory in ["list:slots=2", "larimar:slots=12,scope=list --most-facts 2"] {
+        kvsieve(folder, &format!("memory write --memory {memory} --input facts --output m")).assert().success();
+        let (status, said) = forget("one");
+        let warned = "warning: the list of the latest facts did not have 1 of these: it has lost older ones";
+        assert!(status == Some(0) && said.starts_with(warned), "{memory}: {said}");
+    }
+    // Slots tell what went from a list from what was never written.
+    assert_eq!(forget("never").0, Some(2));
+}
+
 /// A list that is full goes on with the latest, and says so.
 #[test]
 fn facts_that_a_scope_detector_has_no_room_for_are_told() {
@@ -85,6 +119,15 @@ fn mistakes_are_one_line_and_status_2() {
     vectors(folder, "never", 16, &[9]);
     write(&folder.join("flat"), &[Output::f32("z", vec![4], &[0.0; 4])]).unwrap();
     write(&folder.join("nan"), &[Output::f32("z", vec![1, 2], &[0.0, f32::NAN])]).unwrap();
+    write(&folder.join("behind"), &[Output::f32("z", vec![1, 6], &[0.0, 0.0, 0.0, 0.0, 1.0, 2.0])]).unwrap();
+    let double = |name: &str, value: f64| {
+        let (name, bytes) = (folder.join(name), [value.to_le_bytes(), 1f64.to_le_bytes()].concat());
+        write(&name, &[Output { name: "z", dtype: safetensors::Dtype::F64, shape: vec![1, 2], bytes: &bytes }])
+            .unwrap();
+    };
+    double("huge", 1e200);
+    double("large", 1e39);
+    kvsieve(folder, "memory write --memory list --input large --output beyond-f32").assert().success();
     kvsieve(folder, "memory write --memory larimar:slots=4 --input facts --output m").assert().success();
     kvsieve(folder, "memory write --memory larimar:slots=4,write=episode --input facts --output at-once")
         .assert()
@@ -108,6 +151,16 @@ fn mistakes_are_one_line_and_status_2() {
         ("memory write --memory camelot --input facts --output o", "unknown memory of facts 'camelot'"),
         ("memory write --input facts --output o", "--memory"),
         ("memory write --memory list --most-facts 0 --input facts --output o", "--most-facts is 0; it must be 1 to"),
+        (
+            "memory write --memory larimar --most-facts 3 --input facts --output o",
+            "--most-facts is nothing to 'larimar', which lists no facts",
+        ),
+        ("memory write --memory larimar:slots=4 --input behind --output o", "a fact has no address"),
+        (
+            "memory write --memory larimar --input huge --output o",
+            "is inf; to be a fact's it must be above 0 and finite",
+        ),
+        ("memory read --from beyond-f32 --input large --output o", "for cue 0 holds 1e39, and --output is F32"),
         (
             "memory write --memory list --maps none --input facts --output o",
             "'--memory <NAME>' cannot be used with '--maps <FILE>'",

@@ -237,6 +237,23 @@ fn the_words_that_are_most_common_in_a_list_are_those_that_are_asked_for() {
 }
 
 #[test]
+fn what_is_listed_as_a_default_may_be_written_and_no_pair_is_asked_for_twice() {
+    let tokens = Words::default();
+    let sample = |text: &str| generate(text, &*task(text).unwrap(), 900, &Draw::new(3, 0), &tokens).unwrap();
+    for entry in TASKS {
+        let defaults: Vec<String> =
+            entry.parameters.iter().map(|one| format!("{}={}", one.name, one.default)).collect();
+        let written = format!("{}{}{}", entry.name, if defaults.is_empty() { "" } else { ":" }, defaults.join(","));
+        assert_eq!(sample(&written), sample(entry.name), "{written}");
+    }
+    for text in ["recall:queries=1000", "kv-retrieval:queries=1000"] {
+        let Sample { context, questions, .. } = sample(text);
+        let asked: std::collections::HashSet<String> = questions.iter().map(Question::prompt).collect();
+        assert_eq!((asked.len(), questions.len()), (context.matches(": ").count(), asked.len()), "{text}");
+    }
+}
+
+#[test]
 fn names_and_parameters_that_mean_nothing_are_refused() {
     for (text, expected) in [
         ("niah", "unknown task 'niah'"),

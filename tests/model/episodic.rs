@@ -2,7 +2,7 @@
 
 use kvsieve::episodic::matrix::{Matrix, cosine, dot};
 use kvsieve::episodic::{
-    Address, Episode, EpisodicError, FactMemory, FactShape, Facts, Inverse, Larimar, Prior, Start, Store, Write,
+    Address, Episode, EpisodicError, FactMemory, FactShape, Facts, Inverse, Larimar, Prior, Start, Stays, Store, Write,
 };
 use kvsieve::memory::{Arena, Label};
 use proptest::prelude::*;
@@ -226,6 +226,68 @@ proptest! {
     }
 }
 
+/// Another value at a written address, and where there is a list other last bits, are refused before anything is changed.
+#[test]
+fn a_fact_with_another_value_is_not_forgotten() {
+    let facts = drawn(40, 128, 0);
+    let (mut other, mut near) = (facts.row(0).to_vec(), facts.row(0).to_vec());
+    other[64..].iter_mut().for_each(|value| *value = -*value);
+    near[127] *= 1.0 + 1e-12;
+    for name in ["larimar:slots=64", "larimar:slots=64,noise=0.01", "larimar:slots=64,scope=list", "list:slots=64"] {
+        let (has_list, shape) = (name.contains("list"), FactShape { width: 128, most_facts: 40 });
+        let mut memory = FactMemory::parse(name).unwrap().open(&shape, &Arena::unlimited()).unwrap();
+        memory.write(&facts, &mut || 0.0).unwrap();
+        let read = |memory: &Facts| {
+            let mut read = matrix(40, 128, &[0.0; 40 * 128]);
+            memory.read(&facts, &mut || 0.0, &mut read).unwrap();
+            read.to_vec()
+        };
+        let before = read(&memory);
+        let mut is_refused = |fact: &[f64]| match memory.forget(fact) {
+            Err(EpisodicError::NotForgotten(Stays::List)) => has_list,
+            Err(EpisodicError::NotForgotten(Stays::Value { lengths })) => !has_list && lengths > 100.0,
+            _ => false,
+        };
+        assert!(is_refused(&other) && (!has_list || is_refused(&near)), "{name}");
+        assert!(before == read(&memory), "{name}");
+        memory.forget(facts.row(0)).unwrap();
+        let again = memory.forget(facts.row(0)).unwrap_err().to_string();
+        assert!(again.contains("is not in the memory"), "{name}: {again}");
+    }
+}
+
+/// What is taken out leaves no more than a few thousandths behind, whatever the noise: where rounding would, the fact stays.
+#[test]
+fn a_fact_is_not_forgotten_that_rounding_would_leave() {
+    let facts = drawn(60, 128, 0);
+    for (noise, taken_out, most) in [
+        (0.1, 30..=30, 1e-7),
+        (0.05, 30..=30, 1e-6),
+        (0.01, 30..=30, 1e-3),
+        (0.003, 1..=29, 5e-3),
+        (0.001, 0..=3, 5e-3),
+    ] {
+        let mut memory = larimar(64, noise).begin(128, &Arena::unlimited()).unwrap();
+        memory.write(&facts, &mut || 0.0).unwrap();
+        let mut left = Vec::new();
+        for index in 0..60 {
+            match if index < 30 { memory.forget(facts.row(index)) } else { Ok(false) } {
+                Ok(true) => continue,
+                Ok(false) | Err(EpisodicError::NotForgotten(Stays::Rounding { .. })) => left.push(facts.row(index)),
+                Err(error) => panic!("noise {noise}: {error}"),
+            }
+        }
+        let mut never = larimar(64, noise).begin(128, &Arena::unlimited()).unwrap();
+        never.write(&matrix(left.len(), 128, &left.concat()), &mut || 0.0).unwrap();
+        let off = apart(memory.mean(), never.mean());
+        assert!(
+            taken_out.contains(&(60 - left.len())) && off < most,
+            "noise {noise}: {} stay, {off} apart",
+            left.len()
+        );
+    }
+}
+
 #[test]
 fn an_episode_takes_the_bytes_that_are_predicted() {
     let memories = [
@@ -288,6 +350,8 @@ fn what_cannot_be_is_said_in_one_line() {
         ("larimar:start=empty,address=memory", "prior with address=memory"),
         ("larimar:steps=50", "from 1 to 40"),
         ("larimar:inverse=exact,steps=3", "left out with inverse=exact"),
+        ("larimar:write=episode,address=memory", "address is 'memory'; it must be left out with write=episode"),
+        ("larimar:write=episode,start=prior", "start is 'prior'; it must be left out with write=episode"),
         ("larimar:threshold=0.5", "left out without a scope detector"),
         ("list:scope=near", "none, list or residual"),
         ("list:noise=1", "'list' has no parameter 'noise'; it has slots, scope, threshold"),
@@ -309,11 +373,26 @@ fn what_cannot_be_is_said_in_one_line() {
     }
     let open = |text: &str| FactMemory::parse(text).unwrap().open(&shape, &Arena::unlimited());
     let forget = |text: &str| open(text).unwrap().forget(fact.row(0)).unwrap_err();
-    assert!(matches!(forget("larimar:slots=4"), EpisodicError::NotWritten { .. }));
+    assert!(matches!(forget("larimar:slots=4"), EpisodicError::NotForgotten(Stays::Address { .. })));
     assert!(matches!(forget("larimar:slots=4,write=episode"), EpisodicError::NoCovariance));
     let mut quiet = || 0.0;
     let strange = open("larimar:slots=4").unwrap().write(&drawn(1, 9, 0), &mut quiet);
     assert!(matches!(strange, Err(EpisodicError::Width { found: 9, expected: 8 })));
+    // What would be kept as nothing, or turn the slots into NaN, is not written.
+    for (text, head, tail, said) in [
+        ("larimar:slots=4", 0.0, 1.0, "its first 4 numbers alone make its address"),
+        ("larimar:slots=4", 1e200, 1.0, "of its address, is inf; to be a fact's it must be above 0 and finite"),
+        ("larimar:slots=4,write=episode", 1.0, f64::NAN, "is NaN;"),
+        ("larimar:slots=4,prior=random", 0.0, 0.0, "is 0;"),
+        ("list", 0.0, 1e200, "is inf;"),
+        ("list", 0.0, 0.0, "is 0;"),
+    ] {
+        let (mut memory, values) = (open(text).unwrap(), [[head; 4], [tail; 4]].concat());
+        let written = memory.write(&matrix(1, 8, &values), &mut quiet).unwrap_err().to_string();
+        let forgotten = memory.forget(&values).unwrap_err().to_string();
+        assert!(written.contains(said) && forgotten == written, "{text}: {written}; {forgotten}");
+        memory.write(&drawn(2, 8, 1), &mut quiet).unwrap();
+    }
     // More rows than columns depend on one another.
     let singular = open("larimar:slots=9,noise=0,address=memory").unwrap().write(&fact, &mut quiet);
     assert!(matches!(singular, Err(EpisodicError::Singular { .. })));

@@ -230,6 +230,7 @@ fn mistakes_are_one_line_and_status_2() {
     let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
     write("facts", " amber falcon:\t river\n");
     write("never", " shy otter:\t river\n");
+    write("answered", " shy otter:\n amber falcon:\t river\n");
     write("flat", " amber falcon: river\n");
     write("wide", " amber falcon:\t river wolf\n");
     write("long", &format!("{}\t river\n", " river".repeat(5000)));
@@ -250,6 +251,7 @@ fn mistakes_are_one_line_and_status_2() {
         ("read --input facts --output n", "there is nothing to read or to forget yet"),
         ("read --from other --input facts --output n", "are not those that were saved (their hash differs)"),
         ("forget --from m --input never --output n", "is not in the memory"),
+        ("read --from m --input answered --output n", "' amber falcon:\t river' has a tab"),
     ];
     for (arguments, expected) in cases {
         memory(folder, arguments).assert().failure().code(2).stderr(contains(expected));

@@ -224,7 +224,9 @@ proptest! {
         let place_name = ["last", "mean", "near"][place];
         let slots = slots + sink;
         let text = format!("camelot:slots={slots},sink={sink},window={window},threshold={threshold},position={place_name}");
-        let text = top.map_or(text.clone(), |top: usize| format!("{text},top={top}"));
+        // Those of the first tokens are read in any case.
+        let top = top.map(|top: usize| top + sink);
+        let text = top.map_or(text.clone(), |top| format!("{text},top={top}"));
         let asked = memory(&text).unwrap();
         let shape = MemoryShape {
             sequences: 1,
@@ -464,6 +466,7 @@ fn what_means_nothing_is_refused_by_name() {
         ("camelot:window=0", "camelot: window is '0'; it must be a whole number of at least 1"),
         ("camelot:threshold=3", "camelot: threshold is '3'; it must be a number between -2 and 2"),
         ("camelot:slots=4,sink=4", "camelot: sink is '4'; it must be less than the 4 slots"),
+        ("camelot:sink=4,top=4", "camelot: top is '4'; it must be all or more than the 4 of sink"),
         ("camelot:top=none", "camelot: top is 'none'; it must be all or a whole number of at least 1"),
         ("camelot:position=first", "camelot: position is 'first'; it must be last, mean or near"),
         ("memorizing-transformer:top=0", "memorizing-transformer: top is '0'; it must be a whole number of at least 1"),

@@ -19,7 +19,8 @@ const fn parameter(name: &'static str, default: &'static str, about: &'static st
 
 const COUNT: Parameter = parameter("count", "64", "facts that are written");
 const WIDTH: Parameter = parameter("width", "128", "C, numbers of a fact");
-const VALUES: Parameter = parameter("values", "256", "values that there are to answer with; chance is one of them");
+const VALUES: Parameter =
+    parameter("values", "256", "values that there are to answer with, beside 'unknown'; chance is one of all");
 const CUE: Parameter = parameter("cue", "0", "noise of a cue, as a part of the subject's length");
 const SHARE: Parameter = parameter("share", "0.25", "facts that are changed, as a part of all");
 
@@ -217,7 +218,7 @@ impl Episode {
             let change = self.change.expect("something is changed");
             if change.deletes {
                 match facts.forget(drawn.facts.row(index)) {
-                    Err(EpisodicError::NotWritten { .. }) => refused.add(true),
+                    Err(EpisodicError::NotForgotten(_)) => refused.add(true),
                     found => refused.add(found.map(|()| false)?),
                 }
             }

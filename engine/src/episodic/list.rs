@@ -2,7 +2,7 @@
 //! it is most like.
 
 use super::matrix::{Matrix, cosine};
-use super::{EpisodicError, FactMemoryEntry, MOST_FACTS, Method, Noise, Step, Store};
+use super::{EpisodicError, FactMemoryEntry, MOST_FACTS, Method, Noise, Stays, Step, Store};
 use crate::memory::{Arena, ArenaError, Label, LabelBytes};
 use crate::named::Parameter;
 
@@ -39,7 +39,8 @@ impl Method for List {
 /// A ring of vectors; zeros where there is none.
 pub(super) struct Ring {
     facts: Matrix,
-    /// Row of the next one, a matrix so that it is saved as all else is.
+    /// How many were added and not taken out, those that went among them: the row of the next one, around the ring. A matrix so that it
+    /// is saved as all else is.
     next: Matrix,
 }
 
@@ -55,34 +56,51 @@ impl Ring {
 
     /// Adds a vector; whether it has replaced the oldest.
     pub(super) fn add(&mut self, fact: &[f64]) -> bool {
-        let (slot, slots) = (self.next[0] as usize, self.facts.rows());
-        let place = self.facts.row_mut(slot % slots);
-        let was_taken = place.iter().any(|&value| value != 0.0);
-        place.copy_from_slice(fact);
-        self.next[0] = ((slot + 1) % slots) as f64;
+        let added = self.added();
+        let slot = added % self.facts.rows();
+        let was_taken = self.holds(slot);
+        self.facts.row_mut(slot).copy_from_slice(fact);
+        self.next[0] = (added + 1) as f64;
         was_taken
+    }
+
+    fn added(&self) -> usize {
+        let (next, slots) = (self.next[0] as usize, self.facts.rows());
+        // Older files have the row alone. That of a full ring is taken, and nothing says how many went.
+        if next < slots && self.holds(next) { next + 2 * slots } else { next }
+    }
+
+    fn holds(&self, index: usize) -> bool {
+        self.facts.row(index).iter().any(|&value| value != 0.0)
+    }
+
+    /// Whether a vector is there; `false` where it may be one that went.
+    pub(super) fn has(&self, fact: &[f64]) -> Result<bool, Stays> {
+        let slots = self.facts.rows();
+        let is_there = (0..slots).any(|index| self.facts.row(index) == fact);
+        let held = (0..slots).filter(|&index| self.holds(index)).count();
+        if !is_there && self.added() == held { Err(Stays::List) } else { Ok(is_there) }
     }
 
     /// Takes a vector out; `false` where it is not there. Later ones move up, so that the next is written to the place that is free and
     /// replaces none.
     pub(super) fn remove(&mut self, fact: &[f64]) -> bool {
-        let (slots, width, next) = (self.facts.rows(), self.facts.columns(), self.next[0] as usize % self.facts.rows());
+        let (slots, width, added) = (self.facts.rows(), self.facts.columns(), self.added());
         let Some(mut at) = (0..slots).find(|&index| self.facts.row(index) == fact) else { return false };
-        while (at + 1) % slots != next {
+        while (at + 1) % slots != added % slots {
             let later = (at + 1) % slots;
             self.facts.copy_within(later * width..(later + 1) * width, at * width);
             at = later;
         }
         self.facts.row_mut(at).fill(0.0);
-        self.next[0] = at as f64;
+        self.next[0] = (added - 1) as f64;
         true
     }
 
     /// The vector of the largest cosine, and this cosine; of equals the first. Where there is none it is zeros, infinitely far.
     pub(super) fn nearest(&self, cue: &[f64]) -> (&[f64], f64) {
         let mut best = (self.facts.row(0), f64::NEG_INFINITY);
-        let is_there = |index: &usize| self.facts.row(*index).iter().any(|&value| value != 0.0);
-        for index in (0..self.facts.rows()).filter(is_there) {
+        for index in (0..self.facts.rows()).filter(|&index| self.holds(index)) {
             let likeness = cosine(cue, self.facts.row(index));
             if likeness > best.1 {
                 best = (self.facts.row(index), likeness);
@@ -100,10 +118,11 @@ impl Store for Ring {
         Ok(())
     }
 
-    fn forget(&mut self, fact: &[f64]) -> Result<(), EpisodicError> {
+    fn forget(&mut self, fact: &[f64]) -> Result<bool, EpisodicError> {
         // A fact that the ring has lost is forgotten.
+        let was_there = self.has(fact)?;
         self.remove(fact);
-        Ok(())
+        Ok(was_there)
     }
 
     fn read(&self, cues: &Matrix, _noise: Noise<'_>, target: &mut Matrix) -> Result<(), EpisodicError> {
@@ -140,6 +159,35 @@ mod tests {
         let replaced = [6.0, 7.0, 8.0].map(|fact| ring.add(&[fact]));
         assert_eq!(replaced, [false, false, true]);
         assert_eq!(held(&ring), [6.0, 7.0, 8.0]);
+    }
+
+    /// What was never there is told from what may have gone, after other facts were taken out too, and in files that hold the row of
+    /// the next one alone.
+    #[test]
+    fn a_ring_knows_whether_it_has_lost_facts() {
+        let mut ring = Ring::new(&Arena::unlimited(), 3, 1).unwrap();
+        for fact in [1.0, 2.0, 3.0] {
+            assert_eq!(ring.has(&[fact]), Err(Stays::List));
+            ring.add(&[fact]);
+            assert_eq!(ring.has(&[fact]), Ok(true));
+        }
+        assert_eq!((ring.has(&[4.0]), ring.has(&[3.0 + 1e-15])), (Err(Stays::List), Err(Stays::List)));
+        assert!(ring.remove(&[2.0]) && ring.has(&[2.0]).is_err());
+        assert_eq!([4.0, 5.0].map(|fact| ring.add(&[fact])), [false, true]);
+        let holds_and_lost = |ring: &Ring| (ring.has(&[5.0]), ring.has(&[1.0]), ring.has(&[9.0]));
+        assert_eq!(holds_and_lost(&ring), (Ok(true), Ok(false), Ok(false)));
+        assert!(ring.remove(&[3.0]) && ring.remove(&[4.0]));
+        assert_eq!(holds_and_lost(&ring), (Ok(true), Ok(false), Ok(false)));
+        for added in 3..7 {
+            let mut older = Ring::new(&Arena::unlimited(), 3, 1).unwrap();
+            (1..=added).for_each(|fact| assert_eq!(older.add(&[f64::from(fact)]), fact > 3));
+            older.next[0] %= 3.0;
+            let last = f64::from(added);
+            assert_eq!(older.has(&[9.0]), Ok(false), "{added}");
+            assert!(older.remove(&[last]) && older.has(&[last]) == Ok(false), "{added}");
+            assert_eq!([7.0, 8.0].map(|fact| older.add(&[fact])), [false, true], "{added}");
+            assert_eq!((held(&older), older.has(&[9.0])), (vec![last - 1.0, 7.0, 8.0], Ok(false)), "{added}");
+        }
     }
 
     #[test]

@@ -25,7 +25,7 @@ pub use scope::Scope;
 use crate::memory::{Arena, ArenaError, Label, LabelBytes};
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::file::FileError;
-use matrix::Matrix;
+use matrix::{Matrix, dot};
 
 /// Facts that may be listed one by one.
 pub const MOST_FACTS: usize = 1 << 32;
@@ -57,7 +57,7 @@ pub enum EpisodicError {
     /// The iteration for the pseudo-inverse would grow without end.
     #[error(
         "the iterative pseudo-inverse needs singular values below {most:.1}, the largest is {largest:.1}; write shorter vectors \
-         or fewer, or use inverse=exact"
+         or fewer, or make the memory with fewer slots or with inverse=exact"
     )]
     Diverges {
         /// Largest singular value of the matrix.
@@ -73,22 +73,31 @@ pub enum EpisodicError {
         /// Standard deviation of the observation noise.
         noise: f64,
     },
-    /// A fact is taken out that is not in the memory.
-    #[error(
-        "the fact to be forgotten is not in the memory: its address has a variance of {variance:.3e}, which after a write is \
-         at most {most:.3e}; forget what was written, once, with noise large enough (0.01) that rounding does not hide it"
-    )]
-    NotWritten {
-        /// `w U wᵀ`.
-        variance: f64,
-        /// What a write leaves of it at most.
-        most: f64,
-    },
+    /// A fact is taken out that is not in the memory, or that the memory cannot tell from others.
+    #[error(transparent)]
+    NotForgotten(#[from] Stays),
     /// A memory without a covariance is to forget.
     #[error(
         "a memory that was written with write=episode has no covariance, and forgets nothing; use write=sequential"
     )]
     NoCovariance,
+    /// A vector that is nothing, or too long to be reckoned with.
+    #[error(
+        "the square of a vector's length, or of its address, is {squared}; to be a fact's it must be above 0 and finite"
+    )]
+    Length {
+        /// That square.
+        squared: f64,
+    },
+    /// A vector of which the slots would keep nothing.
+    #[error(
+        "a fact has no address: nothing of it lies in what the slots' prior spans; with prior=identity its first {slots} \
+         numbers alone make its address, so put what tells facts apart there, or use prior=random"
+    )]
+    NoAddress {
+        /// `K`.
+        slots: usize,
+    },
     /// Encodings of another width.
     #[error("the vectors have {found} numbers; the memory is for {expected}")]
     Width {
@@ -113,6 +122,45 @@ pub enum EpisodicError {
         /// What is wrong with it.
         reason: String,
     },
+}
+
+/// Why a fact cannot be taken out.
+#[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
+pub enum Stays {
+    /// Nothing was written at its address.
+    #[error(
+        "the fact to be forgotten is not in the memory: its address has a variance of {variance:.3e}, which after a write is \
+         at most {most:.3e}; forget what was written, once"
+    )]
+    Address {
+        /// `w U wᵀ`.
+        variance: f64,
+        /// What a write leaves of it at most.
+        most: f64,
+    },
+    /// Something else was written at its address.
+    #[error(
+        "the fact to be forgotten is not in the memory: another value was written at its address, and to take this one out \
+         would leave {lengths:.0} times its length there; give it as it was written"
+    )]
+    Value {
+        /// How far the memory without it would be from it, in lengths of its own.
+        lengths: f64,
+    },
+    /// What its write left of the address's variance is lost in rounding.
+    #[error(
+        "the fact cannot be forgotten: beside an address of its length a noise of {noise} is lost in rounding; it takes {least:.1e} at \
+         least, in a memory that all facts are written into anew"
+    )]
+    Rounding {
+        /// Standard deviation of the observation noise.
+        noise: f64,
+        /// With which it could be.
+        least: f64,
+    },
+    /// A list of all facts has none like it.
+    #[error("the fact to be forgotten is not in the memory: no listed one is the same to the last bit")]
+    List,
 }
 
 /// What a memory is at.
@@ -152,11 +200,11 @@ pub trait Store: Send {
     /// When the arena has no room, or the method cannot take them.
     fn write(&mut self, facts: &Matrix, noise: Noise<'_>) -> Result<(), EpisodicError>;
 
-    /// Takes a fact out, which must be given as it was written.
+    /// Takes a fact out, which must be given as it was written; `false` where it is not there and may have been.
     ///
     /// # Errors
-    /// When it is not in the memory.
-    fn forget(&mut self, fact: &[f64]) -> Result<(), EpisodicError>;
+    /// When it is not in the memory, or cannot be told from others there.
+    fn forget(&mut self, fact: &[f64]) -> Result<bool, EpisodicError>;
 
     /// What the memory has for each cue.
     ///
@@ -231,6 +279,7 @@ impl FactMemory {
             detector,
             width: shape.width,
             unlisted: 0,
+            unfound: 0,
         })
     }
 }
@@ -245,15 +294,18 @@ pub struct Facts {
     /// Facts that were written and are not listed any more by the scope detector, which has room for the latest alone, so that their cues go
     /// unanswered; of those that were written since the memory was opened or read.
     pub unlisted: usize,
+    /// Facts to be forgotten that a list of the latest ones did not have: they may have been among those that it lost.
+    pub unfound: usize,
 }
 
 impl Facts {
     /// Writes facts, in their order.
     ///
     /// # Errors
-    /// As [`Store::write`], and when they are of another width.
+    /// As [`Store::write`], and when they are of another width or no facts.
     pub fn write(&mut self, facts: &Matrix, noise: Noise<'_>) -> Result<(), EpisodicError> {
         self.check(facts.columns())?;
+        (0..facts.rows()).try_for_each(|index| has_length(facts.row(index)))?;
         self.store.write(facts, noise)?;
         self.unlisted += (0..facts.rows()).filter(|&index| self.detector.add(facts.row(index))).count();
         Ok(())
@@ -262,11 +314,15 @@ impl Facts {
     /// Takes a fact out, which must be given as it was written.
     ///
     /// # Errors
-    /// As [`Store::forget`], and when it is of another width.
+    /// As [`Store::forget`], and when it is of another width or no fact.
     pub fn forget(&mut self, fact: &[f64]) -> Result<(), EpisodicError> {
         self.check(fact.len())?;
-        self.store.forget(fact)?;
+        has_length(fact)?;
+        // Before anything is changed: a list says of any fact whether it was written, slots do not.
+        let is_listed = self.detector.lists(fact)?;
+        let was_there = self.store.forget(fact)?;
         self.detector.remove(fact);
+        self.unfound += usize::from(!(is_listed && was_there));
         Ok(())
     }
 
@@ -297,4 +353,10 @@ impl Facts {
     fn check(&self, found: usize) -> Result<(), EpisodicError> {
         if found == self.width { Ok(()) } else { Err(EpisodicError::Width { found, expected: self.width }) }
     }
+}
+
+/// Whether a vector can be a fact: zeros are an empty place of a list, and squares are needed of all.
+fn has_length(fact: &[f64]) -> Result<(), EpisodicError> {
+    let squared = dot(fact, fact);
+    if squared > 0.0 && squared.is_finite() { Ok(()) } else { Err(EpisodicError::Length { squared }) }
 }

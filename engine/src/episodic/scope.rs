@@ -5,7 +5,7 @@
 
 use super::list::Ring;
 use super::matrix::{Matrix, norm};
-use super::{EpisodicError, FactShape, Store};
+use super::{EpisodicError, FactShape, Stays, Store};
 use crate::memory::Arena;
 use crate::named::{Named, NamedError, Parameter};
 
@@ -75,6 +75,14 @@ impl Detector {
     /// Adds a fact; whether an older one is not listed any more.
     pub fn add(&mut self, fact: &[f64]) -> bool {
         self.listed.as_mut().is_some_and(|listed| listed.add(fact))
+    }
+
+    /// Whether a fact is listed; `false` where it may be one that went. Without a list all are.
+    ///
+    /// # Errors
+    /// When it was never listed.
+    pub fn lists(&self, fact: &[f64]) -> Result<bool, Stays> {
+        self.listed.as_ref().map_or(Ok(true), |listed| listed.has(fact))
     }
 
     pub fn remove(&mut self, fact: &[f64]) {

@@ -36,7 +36,7 @@ pub(super) const ENTRY: MemoryEntry = MemoryEntry {
         Parameter {
             name: "top",
             default: "all",
-            about: "modes that a token reads, those of the most similar keys; with a number tokens go one by one",
+            about: "modes that a token reads, those of sink and then of the most similar keys: more than sink; with a number tokens go one by one",
         },
         Parameter {
             name: "position",
@@ -76,6 +76,9 @@ fn build(named: &Named) -> Result<Box<dyn Memory>, NamedError> {
     let (slots, sink) = (named.count("slots", 1024, 1)?, named.count("sink", 0, 0)?);
     if sink >= slots {
         return Err(named.wrong("sink", format!("less than the {slots} slots")));
+    }
+    if top.is_some_and(|top| top <= sink) {
+        return Err(named.wrong("top", format!("all or more than the {sink} of sink")));
     }
     Ok(Box::new(Camelot {
         slots,

@@ -2,6 +2,7 @@
 
 use super::Draw;
 use super::text;
+use crate::named::{Named, NamedError};
 use rand::seq::index;
 
 /// A kind of filler.
@@ -23,6 +24,12 @@ impl Haystack {
         };
         (0..units).map(|at| cycle.get(at % 4).cloned().unwrap_or_else(|| text::sentence(&mut rng))).collect()
     }
+}
+
+/// The parameter `depth`; `None` is anywhere, and may be given in the word that the list of tasks has for it.
+pub(super) fn depth(named: &Named) -> Result<Option<f64>, NamedError> {
+    let asked = named.text("depth").filter(|depth| *depth != "random");
+    asked.map(|_| named.number("depth", 0.0, 0.0..=1.0)).transpose()
 }
 
 /// Puts `needles` between the sentences: the first at `depth` (0 the beginning, 1 the end) where it is given, the others

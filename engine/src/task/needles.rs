@@ -3,7 +3,7 @@
 //! A needle says that a key has a value. What is hidden, in what, and how many of it are asked for is what the eight
 //! differ in.
 
-use super::haystack::{Haystack, hide};
+use super::haystack::{Haystack, depth, hide};
 use super::{Draw, Question, Rule, Sample, Task, TaskEntry, text};
 use crate::named::{Named, NamedError, Parameter};
 use rand::Rng;
@@ -35,8 +35,7 @@ struct Needles {
 
 impl Needles {
     fn entry(self, named: &Named) -> Result<Box<dyn Task>, NamedError> {
-        let depth = named.text("depth").map(|_| named.number("depth", 0.0, 0.0..=1.0)).transpose()?;
-        Ok(Box::new(Needles { depth, ..self }))
+        Ok(Box::new(Needles { depth: depth(named)?, ..self }))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300): one number in text that says nothing.
 
-use super::haystack::{Haystack, hide};
+use super::haystack::{Haystack, depth, hide};
 use super::{Draw, Question, Rule, Sample, Task, TaskEntry, text};
 use crate::named::{Named, NamedError, Parameter};
 
@@ -22,8 +22,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 };
 
 fn build(named: &Named) -> Result<Box<dyn Task>, NamedError> {
-    let depth = named.text("depth").map(|_| named.number("depth", 0.0, 0.0..=1.0)).transpose()?;
-    Ok(Box::new(Passkey { digits: named.count_in("digits", 5, 1..=18)?, depth }))
+    Ok(Box::new(Passkey { digits: named.count_in("digits", 5, 1..=18)?, depth: depth(named)? }))
 }
 
 impl Task for Passkey {

@@ -21,7 +21,11 @@ pub(super) const RECALL: TaskEntry = TaskEntry {
     name: "recall",
     about: "the value of a key in a list of pairs of words; several keys, asked one by one",
     origin: "MQAR, Zoology (arXiv 2312.04927)",
-    parameters: &[Parameter { name: "queries", default: "4", about: "keys that are asked for" }],
+    parameters: &[Parameter {
+        name: "queries",
+        default: "4",
+        about: "keys that are asked for, or all of a shorter list",
+    }],
     build: |named| Ok(Box::new(Recall { queries: named.count("queries", 4, 1)? })),
 };
 
@@ -30,7 +34,7 @@ pub(super) const RETRIEVAL: TaskEntry = TaskEntry {
     name: "kv-retrieval",
     about: "values of a JSON object of codes; several turns over one context",
     origin: "SCBench (arXiv 2412.10319)",
-    parameters: &[Parameter { name: "queries", default: "4", about: "turns" }],
+    parameters: &[Parameter { name: "queries", default: "4", about: "turns, or as many as there are pairs" }],
     build: |named| Ok(Box::new(Retrieval { queries: named.count("queries", 4, 1)? })),
 };
 

@@ -1,7 +1,7 @@
 //! `kvsieve memory --model M --maps FILE`: facts and questions as text, written by a model's own encoder and answered by the
 //! model with what is read from the memory before the question.
 
-use super::{Action, Args, unlisted};
+use super::{Action, Args, lost};
 use crate::cli::failure::Failure;
 use crate::cli::output;
 use crate::device::Cpu;
@@ -66,12 +66,18 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
         }
     };
     if args.action == Action::Read {
+        if let Some(line) = lines.iter().find(|line| line.contains('\t')) {
+            return Err(Failure::usage(format!(
+                "'{}' has a tab, behind which an answer is written; to read, give questions alone",
+                shown(line)
+            )));
+        }
         let questions: Vec<String> = lines.iter().map(|line| line.to_string()).collect();
         let (tokens, answered) = editor.answers(&questions, true)?;
         let mut written = String::new();
         for ((question, token), answered) in questions.iter().zip(tokens).zip(&answered) {
             let source = if *answered { "memory" } else { "model" };
-            written += &format!("{question}\t{}\t{source}\n", text.text(&[token])?);
+            written += &format!("{question}\t{}\t{source}\n", escaped(&text.text(&[token])?));
         }
         file::replace(&args.output, |path| std::fs::write(path, &written).map_err(|error| error.to_string()))?;
         let answered = answered.iter().filter(|answered| **answered).count();
@@ -83,17 +89,40 @@ pub(super) fn run(args: &Args, model: &Path, maps: &Path, cpu: &Cpu, arena: &Are
         _ => editor.write(&facts)?,
     }
     editor.facts.save(&args.output, &name, &shape)?;
-    output::warn(unlisted(&editor.facts, &shape).as_slice());
+    output::warn(&lost(&editor.facts, &shape));
     Ok((name, facts.len(), shape.width, None, arena.usage()))
+}
+
+/// As much of a line as a message shows.
+fn shown(line: &str) -> String {
+    line.chars().take(60).collect()
+}
+
+/// An answer as it stands in a line with tabs: a model may well answer with the end of one.
+fn escaped(answer: &str) -> String {
+    let answer = answer.replace('\\', "\\\\");
+    answer.replace('\n', "\\n").replace('\r', "\\r").replace('\t', "\\t")
 }
 
 /// A line's stem and value, between which a tab stands.
 fn fact(line: &str, encoder: &Encoder<'_>) -> Result<Fact, Failure> {
     let Some((stem, value)) = line.split_once('\t') else {
-        let shown: String = line.chars().take(60).collect();
+        let shown = shown(line);
         return Err(Failure::usage(format!("'{shown}' is no fact; write what is asked, a tab, and the answer")));
     };
     let fact = Fact { stem: stem.into(), value: value.into() };
     encoder.value(&fact.value)?;
     Ok(fact)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_stays_within_its_place_in_a_line() {
+        for (answer, expected) in [(" river", " river"), ("\n", "\\n"), ("\r\n\t", "\\r\\n\\t"), ("\\n", "\\\\n")] {
+            assert_eq!(escaped(answer), expected);
+        }
+    }
 }
