@@ -2,6 +2,7 @@
 //! whole or not there.
 
 use super::failure::Failure;
+use crate::model::is_of_model;
 use crate::tensor::file;
 use serde::Serialize;
 use std::io::{ErrorKind, Write};
@@ -53,10 +54,7 @@ pub fn is_stdout(target: &Path) -> bool {
     target == Path::new("-")
 }
 
-/// Endings of what is read of a model's folder.
-const MODEL_FILES: [&str; 4] = ["json", "jinja", "model", "safetensors"];
-
-/// Refuses files that cannot be written, that two options name, or that are part of a folder which is read, before any work is
+/// Refuses files that cannot be written, that two options name, or that are part of a model whose folder is read, before any work is
 /// done: `reads` and `writes` are pairs of an option and its file.
 pub fn check_files(reads: &[(&str, &Path)], writes: &[(&str, &Path)]) -> Result<(), Failure> {
     let all: Vec<_> = reads.iter().chain(writes).map(|&(option, path)| (option, path, resolved(path))).collect();
@@ -69,8 +67,8 @@ pub fn check_files(reads: &[(&str, &Path)], writes: &[(&str, &Path)]) -> Result<
         }
     }
     let is_read = |path: &Path| {
-        let ending = path.extension().and_then(|ending| ending.to_str());
-        path.exists() && ending.is_some_and(|ending| MODEL_FILES.contains(&ending))
+        let name = path.file_name().and_then(|name| name.to_str());
+        path.exists() && name.is_some_and(is_of_model)
     };
     for (option, path, resolved) in all.iter().skip(reads.len()).filter(|(.., resolved)| is_read(resolved)) {
         if let Some((of, ..)) = all[..reads.len()].iter().find(|read| resolved.parent() == Some(&read.2)) {

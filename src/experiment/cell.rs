@@ -338,8 +338,8 @@ impl Cell {
                 kernel => format!(" {kernel}"),
             };
             let model = self.model.as_deref().filter(|&model| model != BUILTIN).map_or(String::new(), |model| {
-                let name = Path::new(model).file_stem().map_or(model.into(), |name| name.to_string_lossy());
-                format!(" {name}")
+                let name = Path::new(model).file_name().map_or(model.into(), |name| name.to_string_lossy());
+                format!(" {}", name.strip_suffix(".gguf").unwrap_or(&name))
             });
             return format!(
                 "{measure}{model}{kernel} {task}{protocol}{policy}{weights}{activations}{format} {tokens}{device}"

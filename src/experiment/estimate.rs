@@ -76,10 +76,7 @@ fn seconds(comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Vec<Option<f64>> {
     for of_measure in comparisons.chunk_by(|a, b| a[0].measure == b[0].measure) {
         let measure = of_measure[0][0].measure.comparisons();
         let runs = measure.filter(|measure| measure.refusal(engine.device()).is_none());
-        match runs.and_then(|measure| measure.seconds(of_measure, stage)) {
-            Some(seconds) => all.extend(seconds.into_iter().map(Some)),
-            None => all.extend(of_measure.iter().map(|_| None)),
-        }
+        all.extend(runs.map_or(vec![None; of_measure.len()], |measure| measure.seconds(of_measure, stage)));
     }
     all
 }
@@ -95,8 +92,17 @@ pub fn of_comparisons(
     let comparisons = comparisons(cells.iter().copied());
     let stage = Stage { registry, engine, limit_bytes, folder: Path::new("") };
     let seconds = seconds(&comparisons, &stage);
-    let known = comparisons.iter().zip(seconds).filter_map(|(cells, seconds)| Some((cells, seconds?)));
-    known.flat_map(|(cells, seconds)| cells.iter().map(move |cell| (cell.id(), seconds / cells.len() as f64))).collect()
+    let mut known = BTreeMap::new();
+    for (cells, seconds) in comparisons.iter().zip(seconds) {
+        let with_room: Vec<&&Cell> = cells.iter().filter(|cell| has_room(cell, &stage)).collect();
+        let each = seconds.map(|seconds| seconds / with_room.len().max(1) as f64);
+        known.extend(with_room.into_iter().filter_map(|cell| Some((cell.id(), each?))));
+    }
+    known
+}
+
+fn has_room(cell: &Cell, stage: &Stage<'_>) -> bool {
+    cell.measure.comparisons().is_none_or(|measure| measure.has_room(cell, stage))
 }
 
 /// A table of cells with predicted peak memory and time, and the sums; `others` are cells that run in comparisons, of which
@@ -150,8 +156,9 @@ pub fn table<'e>(
         let refused = cells[0].measure.comparisons().is_some_and(|measure| measure.refusal(engine.device()).is_some());
         skipped += if refused { cells.len() } else { 0 };
         total_s += seconds.unwrap_or(0.0);
+        let with_room = cells.iter().filter(|cell| has_room(cell, &stage)).count();
         let time = match seconds {
-            Some(seconds) => units::nanoseconds(seconds / cells.len() as f64 * 1e9),
+            Some(seconds) => units::nanoseconds(seconds / with_room.max(1) as f64 * 1e9),
             None if refused => "skipped".into(),
             None if cells[0].measure == Measure::SERVE => "simulated".into(),
             None => {
@@ -162,7 +169,7 @@ pub fn table<'e>(
         for cell in cells {
             let bytes =
                 cell.measure.comparisons().and_then(|measure| measure.predicted_bytes(cell, engine.cpu().threads()));
-            let has_room = bytes.is_none_or(|bytes| bytes <= limit_bytes);
+            let has_room = has_room(cell, &stage);
             oom += usize::from(!has_room && !refused);
             let (peak, time) = (bytes.map_or("–".into(), units::bytes), if has_room { &time } else { "oom" });
             let _ = writeln!(text, "{:width$}  {peak:>15}  {time:>9}", cell.label());

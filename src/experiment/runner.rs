@@ -163,13 +163,12 @@ pub fn run<'e>(
         done.remove(&prepared.cell.id());
     }
     let mut missing = |cells: Vec<&'_ Cell>| -> Vec<Cell> {
-        let is_open = |cell: &&Cell| !done.contains(&cell.id());
-        if cells[0].measure.comparisons().is_some_and(|measured| measured.takes_turns()) && cells.iter().any(is_open) {
-            cells.iter().for_each(|cell| {
-                done.remove(&cell.id());
-            });
+        let room = (options.limit_bytes, engine.cpu().threads());
+        let open = to_run(&cells, |cell| !done.contains(&cell.id()), room);
+        for cell in &open {
+            done.remove(&cell.id());
         }
-        cells.into_iter().filter(|cell| !done.contains(&cell.id())).cloned().collect()
+        open
     };
     let comparisons: Vec<Vec<Cell>> =
         comparisons.into_iter().map(&mut missing).filter(|cells| !cells.is_empty()).collect();
@@ -324,6 +323,17 @@ fn groups(cells: Vec<Prepared>, limit_bytes: u64) -> Vec<Vec<Prepared>> {
     groups
 }
 
+/// Cells of a comparison that are to run: the missing ones, and of those that are measured in turn all that have room beside them.
+fn to_run(cells: &[&Cell], is_missing: impl Fn(&Cell) -> bool, (limit_bytes, threads): (u64, usize)) -> Vec<Cell> {
+    let in_turn = cells[0].measure.comparisons().filter(|measure| measure.takes_turns());
+    let in_turn = in_turn.filter(|_| cells.iter().any(|cell| is_missing(cell)));
+    let has_room = |cell: &Cell| {
+        let bytes = in_turn.map(|measure| measure.predicted_bytes(cell, threads));
+        bytes.is_some_and(|bytes| bytes.is_none_or(|bytes| bytes <= limit_bytes))
+    };
+    cells.iter().filter(|cell| is_missing(cell) || has_room(cell)).map(|cell| (*cell).clone()).collect()
+}
+
 struct Runner<'a> {
     experiment: &'a Experiment,
     engine: Engine<'a>,
@@ -434,6 +444,8 @@ pub(in crate::experiment) fn latency(samples_ns: Vec<u64>, warmups: usize, stop_
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experiment::cell::Device;
+    use crate::experiment::spec::Spec;
 
     #[test]
     fn shards_have_about_as_much_to_do() {
@@ -443,5 +455,25 @@ mod tests {
             assert_eq!([of(1), of(2)].map(|part| part.iter().sum::<u64>()), loads);
         }
         assert_eq!(deal(vec![5, 4], None, |&work| work), [5, 4]);
+    }
+
+    #[test]
+    fn what_is_measured_in_turn_is_measured_again_as_far_as_it_has_room() {
+        let text = "name = \"x\"\n[[grid]]\nmeasure = \"ranks\"\nranks = [\"ring:1\", \"ring:2\"]\nheads = \"2/1\"\n\
+                    head_dim = 32\ncontext_tokens = 256\n";
+        let spec = Spec::parse(text, "x.toml").unwrap();
+        let experiment = Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu).unwrap();
+        let cells: Vec<&Cell> = experiment.in_comparisons().collect();
+        let bytes = cells[1].measure.comparisons().unwrap().predicted_bytes(cells[1], 1).unwrap();
+        for (missing, limit_bytes, expected) in [
+            (vec![], bytes, vec![]),
+            (vec![0], bytes, vec![0, 1]),
+            (vec![0], bytes - 1, vec![0]),
+            (vec![1], 0, vec![1]),
+        ] {
+            let is_missing = |cell: &Cell| missing.iter().any(|&at: &usize| cells[at] == cell);
+            let expected: Vec<Cell> = expected.into_iter().map(|at: usize| cells[at].clone()).collect();
+            assert_eq!(to_run(&cells, is_missing, (limit_bytes, 1)), expected, "{missing:?} {limit_bytes}");
+        }
     }
 }

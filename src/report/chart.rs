@@ -131,6 +131,13 @@ impl Chart {
         self.series.len() <= MOST_CURVES || self.series.iter().any(|series| series.points.len() > 1)
     }
 
+    /// The chart without series that have no mark: their names in the legend would be looked for in vain.
+    pub fn shown(&self) -> Chart {
+        let is_shown = |point: &Point| point.y.or(point.model).is_none_or(|y| self.y.shows(y));
+        let shown = self.series.iter().filter(|series| series.points.iter().any(is_shown)).cloned().collect();
+        Chart { series: shown, ..self.clone() }
+    }
+
     /// Whether there are more curves than one plot can hold apart, so that each has a plot of its own.
     pub fn is_split(&self) -> bool {
         self.series.len() > MOST_CURVES && self.points().all(|point| point.y.is_some())

@@ -20,7 +20,8 @@ pub fn add(picture: &mut Picture, records: &[&Record], is_synthetic: bool) {
     let mut notes = text::only_protected(&Vec::from_iter(tight));
     if let Picture::Curves(chart) = picture {
         notes += &identical(chart);
-        if !chart.is_split() && (0..chart.series.len()).any(|index| chart.beside(index).len() > 1) {
+        let shown = chart.shown();
+        if !shown.is_split() && (0..shown.series.len()).any(|index| shown.beside(index).len() > 1) {
             notes += " Points of one place on the axis stand side by side.";
         }
         let shows_times_of_bytes = chart.x.field == "kv_bytes_live" && chart.y.field == "median_ns";

@@ -3,7 +3,7 @@
 use crate::common::models::{checkpoint, deviation, furthest};
 use kvsieve::device::Cpu;
 use kvsieve::memory::{Arena, Label};
-use kvsieve::model::config::RopeScaling;
+use kvsieve::model::config::{Rope, RopeScaling};
 use kvsieve::model::{Decoder, Eviction, Model, Repeat, Setup};
 use kvsieve::policy::{POLICIES, PRESETS, Policy, Registry};
 use kvsieve::tensor::DType;
@@ -246,6 +246,17 @@ fn new_tokens_behind_rotated_keys_are_as_far_as_the_lists_are_long() {
         let off = furthest(&of(&model, Some((&policy, "6"))), &of(&longer, Some((&policy, "6"))));
         assert!(off < 1e-5, "{name}: {off}");
         assert!(furthest(&of(&model, None), &of(&longer, None)) > 0.1, "{name}: the dense cache is longer");
+    }
+    // What is behind a longer prompt is turned as that was, while the lists are no longer than it and longer than the model was made for.
+    let (model, tokens) = open("dynamic");
+    let (mut as_prompt, _) = open("dynamic");
+    let grown: f64 = 2.0 * 32.0 / 16.0 - 1.0;
+    as_prompt.config.rope = Rope { theta: 1e4 * grown.powf(8.0 / 6.0), part: 1.0, scaling: RopeScaling::None };
+    let policy = policy("streaming-llm:sink=2+rerotate");
+    for budget in ["20", "24"] {
+        let of = |model: &Model| run(model, &[&tokens[..40]], &[32], Some((&policy, budget))).logits.remove(0);
+        let off = furthest(&of(&model), &of(&as_prompt));
+        assert!(off < 1e-4, "{budget}: {off}");
     }
 }
 

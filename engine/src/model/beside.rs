@@ -15,6 +15,13 @@ const BESIDE: [&str; 5] = [
     "chat_template.jinja",
 ];
 
+/// Whether a file of this name in a model's folder is part of the model.
+pub fn is_of_model(name: &str) -> bool {
+    const OTHERS: [&str; 3] = ["config.json", "adapter_config.json", "tokenizer.model"];
+    let is_weights = name.ends_with(".safetensors") && ["model", "adapter"].iter().any(|begin| name.starts_with(begin));
+    is_weights || name.ends_with(".index.json") || BESIDE.iter().chain(&OTHERS).any(|other| *other == name)
+}
+
 /// Name and content of each file that stands beside the weights of a model of plain elements, `config.json` first: those of a folder, or
 /// those that a GGUF file stands for.
 ///

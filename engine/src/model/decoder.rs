@@ -371,9 +371,10 @@ impl<'a> Decoder<'a> {
         let factor = config.rope.attention_factor();
         let mut same = None;
         for chunk in chunks {
-            let own = (config.rope.is_dynamic() || same.is_none()).then(|| frequencies(self.horizon(chunk)));
+            let horizon = self.horizon(chunk);
+            let own = (config.rope.is_dynamic() || same.is_none()).then(|| frequencies(horizon));
             if let (Some(own), Some(evictor)) = (&own, &mut self.evictor) {
-                evictor.turn(chunk.sequence, own);
+                evictor.turn(chunk.sequence, horizon, own);
             }
             let frequencies = match own {
                 Some(own) => same.insert(own),
@@ -389,16 +390,15 @@ impl<'a> Decoder<'a> {
     /// Tokens of the sequence by which RoPE turns a chunk. Behind a prompt whose keys went to positions inside the cache, those
     /// that its longest list holds.
     fn horizon(&self, chunk: &Chunk) -> usize {
-        if !self.evictor.as_ref().is_some_and(|evictor| evictor.shortens(chunk.sequence)) {
-            return chunk.horizon;
-        }
-        let heads = self.model.config.kv_heads;
+        let before = self.evictor.as_ref().and_then(|evictor| evictor.turned_tokens(chunk.sequence));
+        let (Some(before), config) = (before, &self.model.config) else { return chunk.horizon };
+        let heads = config.kv_heads;
         let lists = |layer: usize| {
             let first = self.cache.list(layer * self.setup.batch + chunk.sequence, 0);
             &self.cache.lens()[first..first + heads]
         };
-        let longest = (0..self.model.config.layers).flat_map(lists).copied().max().unwrap_or(0);
-        chunk.horizon - (chunk.first - longest)
+        let longest = (0..config.layers).flat_map(lists).copied().max().unwrap_or(0);
+        config.rope.turned_tokens(config.max_positions, before, chunk.horizon - (chunk.first - longest))
     }
 
     /// A norm of the model's flavour.

@@ -148,6 +148,8 @@ struct Sequence<'a> {
     selectors: Vec<Box<dyn KvSelector>>,
     /// RoPE as of its latest eviction step, where the policy looks behind it or rotates by it; some depend on its length.
     frequencies: Option<Frequencies>,
+    /// Tokens by whose number they are.
+    turned_tokens: usize,
 }
 
 /// A policy with what it has seen of each sequence.
@@ -175,7 +177,8 @@ impl<'a> Evictor<'a> {
             let Eviction { policy, name, ref budget, seed, .. } = eviction;
             let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
             let session = Session::new(Plan { policy, budget_tokens, seed });
-            Ok(Sequence { session, window: None, reconstructed: None, selectors: Vec::new(), frequencies: None })
+            let selectors = Vec::new();
+            Ok(Sequence { session, window: None, reconstructed: None, selectors, frequencies: None, turned_tokens: 0 })
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
         let _parameters = eviction.policy.parameters.claim(arena)?;
@@ -211,15 +214,18 @@ impl<'a> Evictor<'a> {
         self.evicting().filter(|policy| policy.rerotates).and(self.sequences[sequence].frequencies.as_ref())
     }
 
-    /// Whether new tokens of a sequence stand behind what its lists hold, and not behind all that it has seen.
-    pub fn shortens(&self, sequence: usize) -> bool {
-        self.sequences[sequence].session.is_decoding() && self.rotates(sequence).is_some()
+    /// The number of tokens by which RoPE turned a sequence last, if new ones stand behind what its lists hold, and not behind all
+    /// that it has seen.
+    pub fn turned_tokens(&self, sequence: usize) -> Option<usize> {
+        let is_behind = self.sequences[sequence].session.is_decoding() && self.rotates(sequence).is_some();
+        is_behind.then(|| self.sequences[sequence].turned_tokens)
     }
 
-    /// New tokens of a sequence that [`shortens`](Self::shortens) are turned by these, and so are they turned back.
-    pub fn turn(&mut self, sequence: usize, frequencies: &Frequencies) {
-        if self.shortens(sequence) {
-            self.sequences[sequence].frequencies = Some(frequencies.clone());
+    /// New tokens of such a sequence are turned by these frequencies, which are those of so many tokens, and so are they turned back.
+    pub fn turn(&mut self, sequence: usize, tokens: usize, frequencies: &Frequencies) {
+        if self.turned_tokens(sequence).is_some() {
+            let sequence = &mut self.sequences[sequence];
+            (sequence.turned_tokens, sequence.frequencies) = (tokens, Some(frequencies.clone()));
         }
     }
 
@@ -281,11 +287,11 @@ impl<'a> Evictor<'a> {
 
     /// Makes what is known of sequence `to` what is known of `from`.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
-        let Sequence { session, window, selectors, frequencies, .. } = &self.sequences[from];
+        let Sequence { session, window, selectors, frequencies, turned_tokens, .. } = &self.sequences[from];
         let window = window.as_ref().map(|window| window.copy(None)).transpose()?;
         let selectors = selectors.iter().map(|selector| selector.copy(self.arena)).collect::<Result<_, _>>()?;
-        let (session, frequencies) = (session.clone(), frequencies.clone());
-        self.sequences[to] = Sequence { session, window, reconstructed: None, selectors, frequencies };
+        let (session, frequencies, turned_tokens) = (session.clone(), frequencies.clone(), *turned_tokens);
+        self.sequences[to] = Sequence { session, window, reconstructed: None, selectors, frequencies, turned_tokens };
         Ok(())
     }
 }

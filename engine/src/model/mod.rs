@@ -32,6 +32,7 @@ mod text;
 mod weights;
 
 pub(crate) use beside::files_beside;
+pub use beside::is_of_model;
 pub use capture::{Capture, Captured};
 pub use chat::{ChatTemplate, Message};
 pub use config::Config;

@@ -83,6 +83,16 @@ impl Rope {
         Frequencies::from_rad_per_token(scaled)
     }
 
+    /// The number of tokens by which the frequencies of `tokens` tokens are, of a model made for `max_positions`, where they were those of
+    /// `before` tokens: as `transformers` has it, those of [`RopeScaling::Dynamic`] only grow, until the sequence is one that the model was
+    /// made for.
+    pub fn turned_tokens(&self, max_positions: usize, before: usize, tokens: usize) -> usize {
+        match self.scaling {
+            RopeScaling::Dynamic { .. } if tokens >= max_positions => tokens.max(before),
+            _ => tokens,
+        }
+    }
+
     /// Whether frequencies depend on the length of the sequence.
     pub fn is_dynamic(&self) -> bool {
         matches!(self.scaling, RopeScaling::Dynamic { .. } | RopeScaling::Long { .. })

@@ -97,12 +97,15 @@ impl Identity {
             return Ok(());
         }
         // Both read from their texts, so that numbers are rounded alike.
-        let [then, now] = [stored, &own].map(|text| serde_json::from_str(text).unwrap_or_default());
+        let [then, now] = [stored, &own].map(|text| serde_json::from_str::<Value>(text).unwrap_or_default());
+        if !then.is_object() {
+            return Err("an earlier version of kvsieve wrote it; resume with that one, or name another folder".into());
+        }
         let mut found = Vec::new();
         differences("", &then, &now, &mut found);
-        let found = if then.is_object() { found.join("; ") } else { "an earlier version wrote it".into() };
         Err(format!(
-            "it is of another recipe or of other options ({found}); resume with those that it was made with, or name another folder"
+            "it is of another recipe or of other options ({}); resume with those that it was made with, or name another folder",
+            found.join("; ")
         ))
     }
 }

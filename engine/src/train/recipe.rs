@@ -259,7 +259,8 @@ mod tests {
         assert_eq!(Recipe::parse(&toml::to_string(&text).unwrap(), Path::new("written")).unwrap(), text);
         let written = toml::to_string(&recipe).unwrap();
         let read = Recipe::parse(&written, Path::new("written")).unwrap();
-        assert_eq!(recipe, read);
+        assert_eq!((&recipe, recipe.digest()), (&read, read.digest()));
+        assert_ne!(recipe.digest(), Recipe { seed: recipe.seed + 1, ..recipe.clone() }.digest());
         let last = recipe.stages[recipe.stages.len() - 1];
         assert_eq!((recipe.stage(0), recipe.stage(recipe.steps() - 1)), (recipe.stages[0], last));
     }

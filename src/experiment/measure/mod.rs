@@ -135,10 +135,15 @@ pub trait Comparisons: Sync {
         false
     }
 
-    /// Seconds that each of these comparisons will take, tried on pieces of them; `None` where nothing takes long.
+    /// Seconds that each of these comparisons will take, tried on pieces of them; `None` where nothing takes long, or it cannot be tried.
     /// Takes no more than the stage's limit; cells beyond it take no time.
-    fn seconds(&self, _comparisons: &[Vec<&Cell>], _stage: &Stage<'_>) -> Option<Vec<f64>> {
-        None
+    fn seconds(&self, comparisons: &[Vec<&Cell>], _stage: &Stage<'_>) -> Vec<Option<f64>> {
+        vec![None; comparisons.len()]
+    }
+
+    /// Whether a cell has room, as far as its bytes are predicted.
+    fn has_room(&self, cell: &Cell, stage: &Stage<'_>) -> bool {
+        self.predicted_bytes(cell, stage.engine.cpu().threads()).is_none_or(|bytes| bytes <= stage.limit_bytes)
     }
 
     /// Bytes that a cell will take at its peak on so many threads, all ranks together, from the shapes alone; `None` where nothing

@@ -94,21 +94,17 @@ impl Comparisons for Train {
         true
     }
 
-    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
-        let cpu = stage.engine.for_models().ok()?;
+    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Vec<Option<f64>> {
         let comparison = |cells: &Vec<&Cell>| {
-            let one = Cpu::new(Some(1)).ok()?;
+            let (one, cpu) = (Cpu::new(Some(1)).ok()?, stage.engine.for_models().ok()?);
             let cell = |cell: &&Cell| {
                 let steps = open(cell).ok()?;
-                if self.predicted_bytes(cell, 1)? > stage.limit_bytes {
-                    return Some(0.0);
-                }
                 let together = steps.shared().ranks.min(cores_of(cpu)) as f64;
                 // Ranks that compute at once share caches and memory, as threads of one pass do.
                 let flop_per_s = steps.flop_per_s(if together > 1.0 { cpu } else { &one }).ok()?;
                 Some(seconds(&steps, flop_per_s, together, rounds_of(cell)))
             };
-            cells.iter().map(cell).sum::<Option<f64>>()
+            cells.iter().filter(|cell| self.has_room(cell, stage)).map(cell).sum::<Option<f64>>()
         };
         comparisons.iter().map(comparison).collect()
     }

@@ -80,15 +80,14 @@ impl Comparisons for Tune {
         Some(sum(&open(cell).ok()?.predicted(threads).ok()?))
     }
 
-    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
-        let (cpu, limit_bytes) = (stage.engine.for_models().ok()?, stage.limit_bytes);
-        let fits = |steps: &TunedSteps| steps.predicted(cpu.threads()).is_ok_and(|bytes| sum(&bytes) <= limit_bytes);
+    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Vec<Option<f64>> {
         // One round of a cell, tried; those that compute more take longer by as much.
         let comparison = |cells: &Vec<&Cell>| {
-            let steps: Vec<_> = cells.iter().filter_map(|cell| open(cell).ok()).filter(fits).collect();
+            let steps = cells.iter().filter(|cell| self.has_room(cell, stage)).filter_map(|cell| open(cell).ok());
+            let steps: Vec<_> = steps.collect();
             let Some(cheapest) = steps.iter().min_by_key(|steps| steps.trained_count()) else { return Some(0.0) };
             let began = Instant::now();
-            cheapest.run(cpu, STEPS, limit_bytes).ok()?;
+            cheapest.run(stage.engine.for_models().ok()?, STEPS, stage.limit_bytes).ok()?;
             let (round_s, rounds) = (began.elapsed().as_secs_f64(), rounds_of(cells[0]));
             Some(steps.iter().map(|steps| steps.flop() / cheapest.flop()).sum::<f64>() * round_s * rounds as f64)
         };

@@ -3,12 +3,12 @@
 //! Whoever has claimed a comparison runs what no one recorded of it. What failed counts as recorded: it would fail every
 //! process that comes by.
 
-use super::{Outcome, Progress, RunError, Runner, comparisons, described, heaviest_first, prepare};
+use super::{Outcome, Progress, RunError, Runner, comparisons, described, heaviest_first, prepare, to_run};
 use crate::experiment::cell::Cell;
 use crate::experiment::engine::Engine;
 use crate::experiment::environment;
 use crate::experiment::grid::Experiment;
-use crate::experiment::measure::{Comparisons, Prepared};
+use crate::experiment::measure::Prepared;
 use crate::experiment::record::{Record, Status};
 use crate::experiment::runner::Options;
 use crate::experiment::store::{Joint, finished};
@@ -29,19 +29,16 @@ impl Work {
         }
     }
 
-    /// Leaves out cells that have a record; of those that are measured in turn none, where one is missing.
-    fn without(self, recorded: &HashSet<String>) -> Self {
+    /// Leaves out cells that have a record and are not [`to_run`].
+    fn without(self, recorded: &HashSet<String>, (limit_bytes, threads): (u64, usize)) -> Self {
         match self {
             Work::Trials(mut cells) => {
                 cells.retain(|prepared| !recorded.contains(&prepared.cell.id()));
                 Work::Trials(cells)
             }
-            Work::Together(mut cells) => {
+            Work::Together(cells) => {
                 let is_missing = |cell: &Cell| !recorded.contains(&cell.id());
-                let takes_turns = cells[0].measure.comparisons().is_some_and(Comparisons::takes_turns);
-                let is_again = takes_turns && cells.iter().any(is_missing);
-                cells.retain(|cell| is_again || is_missing(cell));
-                Work::Together(cells)
+                Work::Together(to_run(&cells.iter().collect::<Vec<_>>(), is_missing, (limit_bytes, threads)))
             }
         }
     }
@@ -63,9 +60,10 @@ pub(super) fn run(
     let (config, environment) = described(experiment, engine, options);
     let base = options.out.join(&experiment.spec.name);
     let joint = Joint::open(&base, &experiment.config_hash(), &config, &environment)?;
+    let room = (options.limit_bytes, engine.cpu().threads());
     let recorded = recorded_of(&joint.records()?, options.limit_bytes);
     let mut todo: Vec<(String, Work)> =
-        together.chain(in_trials).map(|(id, work)| (id, work.without(&recorded))).collect();
+        together.chain(in_trials).map(|(id, work)| (id, work.without(&recorded, room))).collect();
     todo.retain(|(_, work)| work.cells() > 0);
     let cells = todo.iter().map(|(_, work)| work.cells()).sum();
     progress(Progress::Start { cells, resumed: recorded.len() });
@@ -82,7 +80,7 @@ pub(super) fn run(
                 continue;
             };
             let all = work.cells();
-            let work = work.without(&recorded_of(&there, options.limit_bytes));
+            let work = work.without(&recorded_of(&there, options.limit_bytes), room);
             progress(Progress::Elsewhere(all - work.cells()));
             let worker = Some(worker.clone());
             let mut runner = Runner { experiment, engine, options, store, worker, records: Vec::new(), progress };

@@ -68,7 +68,7 @@ fn aside(chart: &Chart, frame: &Frame, index: usize) -> f64 {
     let beside = chart.beside(index);
     let (Some(rank), [first, .., _]) = (beside.iter().position(|at| *at == index), &beside[..]) else { return 0.0 };
     let across = frame.across(chart.series[*first].points[0].x);
-    let room = (across - frame.left).min(frame.right - across) - 5.0;
+    let room = ((across - frame.left).min(frame.right - across) - 5.0).max(0.0);
     let middle = (beside.len() - 1) as f64 / 2.0;
     ASIDE.min(room / middle) * (rank as f64 - middle)
 }

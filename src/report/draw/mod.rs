@@ -17,7 +17,7 @@ pub use heat::svg as heat;
 pub use rows::svg as rows;
 
 use super::ReportError;
-use super::chart::{Axis, Chart, Point};
+use super::chart::{Axis, Chart};
 use super::palette::Colour;
 use super::ticks::{Span, Tick};
 use canvas::{Align, BOLD, Canvas, Pixel, Stroke, Words, text_width};
@@ -73,10 +73,7 @@ impl Frame {
 /// [`ReportError::Empty`] when no point of the chart has a place on its axes, [`ReportError::Draw`] when the drawing
 /// library fails.
 pub fn svg(chart: &Chart) -> Result<String, ReportError> {
-    // A name in the legend without a mark in the plot would be looked for in vain.
-    let is_shown = |point: &Point| point.y.or(point.model).is_none_or(|y| chart.y.shows(y));
-    let shown = chart.series.iter().filter(|series| series.points.iter().any(is_shown)).cloned().collect();
-    let chart = &Chart { series: shown, ..chart.clone() };
+    let chart = &chart.shown();
     if chart.is_split() {
         return multiples::svg(chart);
     }

@@ -29,6 +29,8 @@ pub(super) struct DeviceEvictor<'a> {
     received: Growing,
     /// Whether keys and queries are rotated to positions inside the cache: from the first eviction step on, if at all.
     rotates: bool,
+    /// The number of tokens by which RoPE turned last.
+    turned_tokens: usize,
     /// Of steps between new tokens, from the first one on.
     deferred: Option<Deferred>,
 }
@@ -65,7 +67,17 @@ impl<'a> DeviceEvictor<'a> {
         let gates = DeviceGates::new(policy, config, rows, runtime.device(), arena)?;
         let session = Session::new(Plan { policy, budget_tokens, seed });
         let arena = arena.clone();
-        Ok(DeviceEvictor { session, cpu, arena, window, gates, received, rotates: false, deferred: None })
+        Ok(DeviceEvictor {
+            session,
+            cpu,
+            arena,
+            window,
+            gates,
+            received,
+            rotates: false,
+            turned_tokens: 0,
+            deferred: None,
+        })
     }
 
     /// The policy, if it ever evicts.
@@ -88,9 +100,10 @@ impl<'a> DeviceEvictor<'a> {
         self.rotates
     }
 
-    /// Whether new tokens stand behind what the lists hold, and not behind all that the sequence has seen.
-    pub fn shortens(&self) -> bool {
-        self.rotates && self.session.is_decoding()
+    /// The number of tokens by which RoPE turned last, if new ones stand behind what the lists hold, and not behind all that the
+    /// sequence has seen.
+    pub fn turned_tokens(&mut self) -> Option<&mut usize> {
+        Some(&mut self.turned_tokens).filter(|_| self.rotates && self.session.is_decoding())
     }
 
     /// Begins to give the `place`'s newest tokens, which are in their lists, their gates, as [`DeviceGates::begin`].
@@ -165,7 +178,7 @@ impl<'a> DeviceEvictor<'a> {
         let last = seen == horizon;
         if policy.rerotates {
             cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, horizon))?;
-            self.rotates = true;
+            (self.rotates, self.turned_tokens) = (true, horizon);
         }
         let DeviceEvictor { session, cpu, arena, window, .. } = self;
         let dense = window.as_ref().map(|window| window.dense(runtime, arena)).transpose()?;

@@ -265,12 +265,18 @@ impl<'a> DeviceDecoder<'a> {
     fn ask(&mut self, tokens: &[u32], horizon: usize) -> Result<(), CudaError> {
         let config = &self.of.model.config;
         // Behind a prompt whose keys went to positions inside the cache, as long as the longest list; it has room for these tokens.
-        let shortens = config.rope.is_dynamic() && self.evictor.as_ref().is_some_and(DeviceEvictor::shortens);
-        let gone = if shortens { self.seen + tokens.len() - self.cache.max_len() } else { 0 };
-        let frequencies = config.rope.frequencies(config.head_dim, config.max_positions, horizon - gone);
-        if shortens {
-            self.cache.set_rope(&frequencies)?;
-        }
+        let turned = self.evictor.as_mut().filter(|_| config.rope.is_dynamic()).and_then(DeviceEvictor::turned_tokens);
+        let frequencies = |tokens| config.rope.frequencies(config.head_dim, config.max_positions, tokens);
+        let frequencies = match turned {
+            None => frequencies(horizon),
+            Some(turned) => {
+                let gone = self.seen + tokens.len() - self.cache.max_len();
+                *turned = config.rope.turned_tokens(config.max_positions, *turned, horizon - gone);
+                let frequencies = frequencies(*turned);
+                self.cache.set_rope(&frequencies)?;
+                frequencies
+            }
+        };
         let factor = config.rope.attention_factor();
         let mut angles = vec![0f32; tokens.len() * config.head_dim];
         for (position, row) in (self.seen..).zip(angles.chunks_exact_mut(config.head_dim)) {

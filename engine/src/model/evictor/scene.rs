@@ -106,9 +106,11 @@ impl Evictor<'_> {
     fn evict(&mut self, scene: &mut Scene<'_>, moment: Moment) -> Result<(), ModelError> {
         let (policy, config) = (self.eviction.policy, &scene.model.config);
         let Evictor { sequences, arena, kept, .. } = self;
-        let Sequence { session, window, reconstructed, frequencies, .. } = &mut sequences[scene.sequence];
+        let Sequence { session, window, reconstructed, frequencies, turned_tokens, .. } =
+            &mut sequences[scene.sequence];
         if policy.rerotates || policy.looks_at(Statistic::BeforeRope) {
             *frequencies = Some(config.rope.frequencies(config.head_dim, config.max_positions, scene.horizon));
+            *turned_tokens = scene.horizon;
         }
         let reconstructed = reconstructed.take();
         let window = window.as_ref().expect("every pass shows its queries");

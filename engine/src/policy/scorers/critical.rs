@@ -91,7 +91,8 @@ impl Scorer for Critical {
                     *norm = FIRST_STAGE;
                     lowest_first = lowest_first.min(*score);
                 } else {
-                    *score = (*score + self.epsilon) * *norm;
+                    // And not -0, which is below 0 in the order by which tokens are selected.
+                    *score = (*score + self.epsilon) * *norm + 0.0;
                     highest = highest.max(*score);
                 }
             }

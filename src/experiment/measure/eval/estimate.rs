@@ -36,9 +36,10 @@ struct Probe {
     prompts: usize,
 }
 
-/// Seconds of each comparison; nothing of those that cannot be tried, which fail when they run.
-pub fn seconds(comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
-    let (registry, cpu, limit_bytes) = (stage.registry, stage.engine.for_models().ok()?, stage.limit_bytes);
+/// Seconds of each comparison; nothing of those that cannot be tried: they fail when they run, or have no room.
+pub fn seconds(comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Vec<Option<f64>> {
+    let (registry, limit_bytes) = (stage.registry, stage.limit_bytes);
+    let Ok(cpu) = stage.engine.for_models() else { return vec![None; comparisons.len()] };
     let mut probes: Vec<(Cell, Option<Probe>)> = Vec::new();
     let mut one = |cells: &Vec<&Cell>| {
         // What others of the same task took is known. Of a text, the length decides how many pieces there are.
@@ -48,9 +49,9 @@ pub fn seconds(comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>
             probes.push((like, probe(cells, registry, cpu, limit_bytes).ok()));
             probes.len() - 1
         });
-        probes[at].1.as_ref().map_or(0.0, |probe| of(probe, cells, registry))
+        probes[at].1.as_ref().map(|probe| of(probe, cells, registry))
     };
-    Some(comparisons.iter().map(&mut one).collect())
+    comparisons.iter().map(&mut one).collect()
 }
 
 fn of(probe: &Probe, cells: &[&Cell], registry: &Registry) -> f64 {

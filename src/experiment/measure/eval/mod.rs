@@ -86,7 +86,7 @@ impl Comparisons for Eval {
         (device == Device::Cuda).then(|| MODELS_ON_CPU.into())
     }
 
-    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
+    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Vec<Option<f64>> {
         estimate::seconds(comparisons, stage)
     }
 

@@ -107,8 +107,12 @@ impl Comparisons for Ranks {
         true
     }
 
-    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Option<Vec<f64>> {
-        comparisons.iter().map(|cells| estimate::seconds(cells, stage)).collect()
+    fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Vec<Option<f64>> {
+        let of = |cells: &Vec<&Cell>| {
+            let with_room: Vec<&Cell> = cells.iter().filter(|cell| self.has_room(cell, stage)).copied().collect();
+            estimate::seconds(&with_room, stage)
+        };
+        comparisons.iter().map(of).collect()
     }
 
     fn run(&self, records: Vec<Record>, stage: &Stage<'_>, each: &mut dyn FnMut(&Cell, f64)) -> Vec<Record> {
