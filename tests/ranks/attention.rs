@@ -268,7 +268,7 @@ proptest! {
 fn policies_that_need_more_than_is_gathered_are_refused() {
     for (name, why) in [
         ("full", "it evicts nothing"),
-        ("lagkv", "its scores need more than one statistic of a token"),
+        ("lagkv", "its scores are no single statistic of a token"),
         ("scissorhands", "it counts the keys that a query sees"),
         ("knorm+merge", "tokens that it merges or moves"),
     ] {
