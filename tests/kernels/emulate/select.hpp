@@ -85,6 +85,7 @@ int failures(Cache &cache) {
             for (int slot = 0; slot < width; slot++) {
                 const size_t at = size_t(list) * width + slot;
                 float wanted = scores_before[at];
+                if (slot < cache.lens[list] && wanted == 0) wanted = 0; // -0 equals it
                 if (slot < cache.lens[list] && slot >= cache.lens[list] - 4) wanted = 10;
                 if (slot < cache.lens[list] && cache.origins[list * cache.stride + slot] < 5) wanted = 11;
                 if (!std::isfinite(scores_before[at])) wanted = scores_before[at];
