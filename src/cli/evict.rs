@@ -297,19 +297,8 @@ impl Args {
     ) -> Result<(), Failure> {
         let (shape, dtype) = (&tensors.shape, tensors.k.dtype());
         // These queries are not part of what is measured.
-        let future = match file.has("q_future") {
-            true => Some(file.load("q_future", &Arena::unlimited(), Label::Input)?),
-            false => None,
-        };
-        if let Some(q) = &future {
-            let [batch, heads, _, width] = q.dims();
-            if [batch, heads, width] != [shape.batch, shape.q_heads, shape.head_dim] {
-                let (found, Shape { batch, q_heads, head_dim, .. }) = (q.dims(), shape);
-                return Err(Failure::usage(format!(
-                    "q_future is {found:?}; it must be [{batch}, {q_heads}, any, {head_dim}]"
-                )));
-            }
-        }
+        let has_future = file.has("q_future");
+        let future = has_future.then(|| extra::future(file, &Arena::unlimited(), shape)).transpose()?;
         let evicts = policy.selection.is_none();
         let loss = evicts.then(|| tensors.loss(future.as_ref(), outcome));
         outcome.check(loss.as_ref())?;

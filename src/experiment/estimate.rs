@@ -102,7 +102,8 @@ pub fn of_comparisons(
 }
 
 fn has_room(cell: &Cell, stage: &Stage<'_>) -> bool {
-    cell.measure.comparisons().is_none_or(|measure| measure.has_room(cell, stage))
+    let threads = stage.engine.cpu().threads();
+    cell.measure.comparisons().is_none_or(|measure| measure.has_room(cell, stage.limit_bytes, threads))
 }
 
 /// A table of cells with predicted peak memory and time, and the sums; `others` are cells that run in comparisons, of which
@@ -156,7 +157,10 @@ pub fn table<'e>(
         let refused = cells[0].measure.comparisons().is_some_and(|measure| measure.refusal(engine.device()).is_some());
         skipped += if refused { cells.len() } else { 0 };
         total_s += seconds.unwrap_or(0.0);
-        let with_room = cells.iter().filter(|cell| has_room(cell, &stage)).count();
+        let bytes = |cell: &&Cell| cell.measure.comparisons()?.predicted_bytes(cell, engine.cpu().threads());
+        let bytes: Vec<Option<u64>> = cells.iter().map(bytes).collect();
+        let has_room = |bytes: &Option<u64>| bytes.is_none_or(|bytes| bytes <= limit_bytes);
+        let with_room = bytes.iter().filter(|bytes| has_room(bytes)).count();
         let time = match seconds {
             Some(seconds) => units::nanoseconds(seconds / with_room.max(1) as f64 * 1e9),
             None if refused => "skipped".into(),
@@ -166,10 +170,8 @@ pub fn table<'e>(
                 "not known".into()
             }
         };
-        for cell in cells {
-            let bytes =
-                cell.measure.comparisons().and_then(|measure| measure.predicted_bytes(cell, engine.cpu().threads()));
-            let has_room = has_room(cell, &stage);
+        for (cell, bytes) in cells.iter().zip(bytes) {
+            let has_room = has_room(&bytes);
             oom += usize::from(!has_room && !refused);
             let (peak, time) = (bytes.map_or("–".into(), units::bytes), if has_room { &time } else { "oom" });
             let _ = writeln!(text, "{:width$}  {peak:>15}  {time:>9}", cell.label());

@@ -327,10 +327,7 @@ fn groups(cells: Vec<Prepared>, limit_bytes: u64) -> Vec<Vec<Prepared>> {
 fn to_run(cells: &[&Cell], is_missing: impl Fn(&Cell) -> bool, (limit_bytes, threads): (u64, usize)) -> Vec<Cell> {
     let in_turn = cells[0].measure.comparisons().filter(|measure| measure.takes_turns());
     let in_turn = in_turn.filter(|_| cells.iter().any(|cell| is_missing(cell)));
-    let has_room = |cell: &Cell| {
-        let bytes = in_turn.map(|measure| measure.predicted_bytes(cell, threads));
-        bytes.is_some_and(|bytes| bytes.is_none_or(|bytes| bytes <= limit_bytes))
-    };
+    let has_room = |cell: &Cell| in_turn.is_some_and(|measure| measure.has_room(cell, limit_bytes, threads));
     cells.iter().filter(|cell| is_missing(cell) || has_room(cell)).map(|cell| (*cell).clone()).collect()
 }
 

@@ -24,6 +24,22 @@ pub struct Extra {
     pub(super) draws: Option<Vec<f32>>,
 }
 
+/// The queries to come, `[B, Hq, any, D]`.
+pub fn future(file: &TensorFile, arena: &Arena, shape: &Shape) -> Result<Tensor, Failure> {
+    fitting(file, arena, "q_future", [Some(shape.batch), Some(shape.q_heads), None, Some(shape.head_dim)])
+}
+
+/// A tensor of these extents, of which some may be any.
+fn fitting(file: &TensorFile, arena: &Arena, name: &str, expected: [Option<usize>; 4]) -> Result<Tensor, Failure> {
+    let tensor = file.load(name, arena, Label::Input)?;
+    if tensor.dims().iter().zip(expected).all(|(&found, expected)| expected.is_none_or(|e| e == found)) {
+        return Ok(tensor);
+    }
+    let expected = expected.map(|extent| extent.map_or("any".into(), |extent| extent.to_string()));
+    let (found, expected) = (tensor.dims(), expected.join(", "));
+    Err(Failure::usage(format!("{name} is {found:?}; it must be [{expected}]")))
+}
+
 impl Extra {
     pub fn load(
         file: &TensorFile,
@@ -34,20 +50,8 @@ impl Extra {
     ) -> Result<Self, Failure> {
         let Shape { batch, q_heads, kv_heads, q_len, kv_len, head_dim } = *shape;
         let rotated = policy.looks_at(Statistic::BeforeRope);
-        let load = |name: &str, wanted: bool, expected: [Option<usize>; 4]| -> Result<Option<Tensor>, Failure> {
-            if !wanted {
-                return Ok(None);
-            }
-            let tensor = file.load(name, arena, Label::Input)?;
-            let fits = tensor.dims().iter().zip(expected).all(|(&found, expected)| expected.is_none_or(|e| e == found));
-            if !fits {
-                let expected = expected.map(|extent| extent.map_or("any".into(), |extent| extent.to_string()));
-                let (found, expected) = (tensor.dims(), expected.join(", "));
-                return Err(Failure::usage(format!("{name} is {found:?}; it must be [{expected}]")));
-            }
-            Ok(Some(tensor))
-        };
-        let future = [Some(batch), Some(q_heads), None, Some(head_dim)];
+        let load =
+            |name: &str, wanted: bool, expected| wanted.then(|| fitting(file, arena, name, expected)).transpose();
         let q = [Some(batch), Some(q_heads), Some(q_len), Some(head_dim)];
         let k = [Some(batch), Some(kv_heads), Some(kv_len), Some(head_dim)];
         let draws = policy.action.as_ref().is_some_and(|action| action.draws()) && file.has("draws");
@@ -58,7 +62,7 @@ impl Extra {
         let listed = file.metadata("layers").filter(|_| wants_layers).map(|text| layer_numbers(&text, batch));
         let listed = listed.transpose()?;
         Ok(Extra {
-            future: load("q_future", policy.looks_at(Statistic::FutureAttention), future)?,
+            future: policy.looks_at(Statistic::FutureAttention).then(|| future(file, arena, shape)).transpose()?,
             rope,
             q_pre: load("q_pre", rotated && file.has("q_pre"), q)?,
             k_pre: load("k_pre", rotated && file.has("k_pre"), k)?,

@@ -141,9 +141,9 @@ pub trait Comparisons: Sync {
         vec![None; comparisons.len()]
     }
 
-    /// Whether a cell has room, as far as its bytes are predicted.
-    fn has_room(&self, cell: &Cell, stage: &Stage<'_>) -> bool {
-        self.predicted_bytes(cell, stage.engine.cpu().threads()).is_none_or(|bytes| bytes <= stage.limit_bytes)
+    /// Whether a cell has room in so many bytes, as far as those that it takes are predicted.
+    fn has_room(&self, cell: &Cell, limit_bytes: u64, threads: usize) -> bool {
+        self.predicted_bytes(cell, threads).is_none_or(|bytes| bytes <= limit_bytes)
     }
 
     /// Bytes that a cell will take at its peak on so many threads, all ranks together, from the shapes alone; `None` where nothing

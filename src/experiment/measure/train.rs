@@ -104,7 +104,11 @@ impl Comparisons for Train {
                 let flop_per_s = steps.flop_per_s(if together > 1.0 { cpu } else { &one }).ok()?;
                 Some(seconds(&steps, flop_per_s, together, rounds_of(cell)))
             };
-            cells.iter().filter(|cell| self.has_room(cell, stage)).map(cell).sum::<Option<f64>>()
+            cells
+                .iter()
+                .filter(|cell| self.has_room(cell, stage.limit_bytes, stage.engine.cpu().threads()))
+                .map(cell)
+                .sum::<Option<f64>>()
         };
         comparisons.iter().map(comparison).collect()
     }

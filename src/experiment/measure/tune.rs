@@ -83,7 +83,10 @@ impl Comparisons for Tune {
     fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Vec<Option<f64>> {
         // One round of a cell, tried; those that compute more take longer by as much.
         let comparison = |cells: &Vec<&Cell>| {
-            let steps = cells.iter().filter(|cell| self.has_room(cell, stage)).filter_map(|cell| open(cell).ok());
+            let steps = cells
+                .iter()
+                .filter(|cell| self.has_room(cell, stage.limit_bytes, stage.engine.cpu().threads()))
+                .filter_map(|cell| open(cell).ok());
             let steps: Vec<_> = steps.collect();
             let Some(cheapest) = steps.iter().min_by_key(|steps| steps.trained_count()) else { return Some(0.0) };
             let began = Instant::now();

@@ -8,10 +8,10 @@
 //! `sum_k p_ik v'_k = y_i`, where `p_i` is the softmax over what is retained, with its biases.
 //!
 //! The authors' code (adamzweiger/compaction) clamps the solution without bounds and takes two projected gradient steps; here the
-//! bounded minimum is sought for up to a thousand passes, which the usual `bound` and `ridge` leave many of. It has no ridge, so that keys and values that no reference query looks at become small; here both
-//! fits are held to what the tokens were, weights to 1 and values to their own, by `ridge` parts of the mean squared column. So
-//! a list of which everything stays does not change. As there, a reference query sees the whole list, as later ones will,
-//! wherever it was asked.
+//! bounded minimum is sought for up to a thousand passes, which the usual `bound` and `ridge` leave many of. It has no ridge, so
+//! that keys and values that no reference query looks at become small; here both fits are held to what the tokens were, weights
+//! to 1 and values to their own, by `ridge` parts of the mean squared column. So a list of which everything stays does not change.
+//! As there, a reference query sees the whole list, as later ones will, wherever it was asked.
 
 use super::{Action, Fold};
 use crate::attention::{KvRows, Shape};

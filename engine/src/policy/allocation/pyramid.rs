@@ -1,8 +1,8 @@
 //! PyramidKV (arXiv 2406.02069): attention is broad in low layers and narrow in high ones, so the budget falls from
 //! layer to layer by the same step, from `2 b - b / beta` to `b / beta` of an average of `b`.
 //!
-//! Formula and rounding are those of kvpress for a `b` of whole tokens, to which a fraction is rounded down before. The window that the scorer protects is part of every layer's number: no
-//! layer may get more than the list less the window, and where the highest layer would get less than the window, all
+//! Formula and rounding are those of kvpress for a `b` of whole tokens, to which a fraction is rounded down before. The window
+//! that the scorer protects is part of every layer's number: no layer may get more than the list less the window, and where the highest layer would get less than the window, all
 //! layers get `b`. With kvpress's window of 64 and `beta` of 20 that is so below 1280 tokens a head, unless the lists
 //! are short; give a smaller window. (KVCache-Factory divides whole numbers and adds the window to each.)
 //!

@@ -4,8 +4,8 @@
 //! the group. Where the inputs have no output projection it is the L1 norm of the value itself.
 //!
 //! The budget is divided over heads by the scores as they are, as in the authors' combination with Ada-KV
-//! (`+critical+ada`); there the best tokens of a head that Ada-KV's floor gives it are of the first stage, however small that is. As in kvpress, protected tokens are the first of the first stage; unlike there they stay when they
-//! are more than it has room for. Tokens of the first stage keep their order, above all others. Being
+//! (`+critical+ada`); there the best tokens of a head that Ada-KV's floor gives it are of the first stage, however
+//! small that is. As in kvpress, protected tokens are the first of the first stage; unlike there they stay when they are more than it has room for. Tokens of the first stage keep their order, above all others. Being
 //! the last word on the tokens of a head, it acts after every other part, wherever it is written; lists whose tokens a budget
 //! allocation chooses (`duo`, `simlayer`) it leaves alone. It is for scores that are not negative, such as attention: of negative ones
 //! the second stage takes the small values, here as in kvpress.

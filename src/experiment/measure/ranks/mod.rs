@@ -109,7 +109,11 @@ impl Comparisons for Ranks {
 
     fn seconds(&self, comparisons: &[Vec<&Cell>], stage: &Stage<'_>) -> Vec<Option<f64>> {
         let of = |cells: &Vec<&Cell>| {
-            let with_room: Vec<&Cell> = cells.iter().filter(|cell| self.has_room(cell, stage)).copied().collect();
+            let with_room: Vec<&Cell> = cells
+                .iter()
+                .filter(|cell| self.has_room(cell, stage.limit_bytes, stage.engine.cpu().threads()))
+                .copied()
+                .collect();
             estimate::seconds(&with_room, stage)
         };
         comparisons.iter().map(of).collect()
