@@ -19,6 +19,7 @@ use crate::policy::sparse::{KvSelector, Lists};
 use crate::policy::{Averages, Axis, Budget, Decoding, Policy, PolicyError, Reconstruction, Schedule, Statistic};
 use crate::tensor::DType;
 use std::ops::Range;
+use std::sync::Arc;
 
 pub(super) use recorder::QueryRecorder;
 pub(super) use scene::Scene;
@@ -143,7 +144,7 @@ struct Sequence<'a> {
     session: Session<'a>,
     window: Option<ObservationWindow>,
     /// What each token was looked at while the context was repeated, `[layers, Hkv, tokens]`, until it is evicted from.
-    reconstructed: Option<Buffer<f32>>,
+    reconstructed: Option<Arc<Buffer<f32>>>,
     /// KV selection of every layer, once the context was read.
     selectors: Vec<Box<dyn KvSelector>>,
     /// RoPE as of its latest eviction step, where the policy looks behind it or rotates by it; some depend on its length.
@@ -205,7 +206,7 @@ impl<'a> Evictor<'a> {
     }
 
     /// What the tokens of a sequence were looked at meanwhile.
-    pub fn reconstructed(&mut self, sequence: usize, scores: Buffer<f32>) {
+    pub fn reconstructed(&mut self, sequence: usize, scores: Arc<Buffer<f32>>) {
         self.sequences[sequence].reconstructed = Some(scores);
     }
 

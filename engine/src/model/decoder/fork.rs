@@ -85,7 +85,7 @@ impl<'a> Decoder<'a> {
         let recorder = self.recorder.as_ref().expect("prefill was recorded");
         let evictor = self.evictor.as_mut().expect("put to work above");
         evictor.adopt(sequence, recorder)?;
-        self.reconstruct(sequence)?;
+        self.reconstruct_recorded(sequence)?;
         self.eviction_step(sequence, self.seen[sequence], |evictor, scene| evictor.evict_chunk(scene, true))
     }
 

@@ -20,6 +20,7 @@ use crate::policy::{PolicyError, Reconstruction, Weighing};
 use crate::tensor::Rows;
 use rayon::prelude::*;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// What is known while a chunk is repeated.
 pub(super) struct Repeating {
@@ -36,15 +37,41 @@ pub(super) struct Repeating {
 }
 
 impl Decoder<'_> {
-    /// Has a sequence's context repeated, before a policy evicts from it that looks at that.
+    /// Has a sequence's context repeated, if the policy that is about to evict from it looks at that.
     ///
     /// # Errors
     /// When the setup has no room for what is fed, or the arena has none.
     pub(super) fn reconstruct(&mut self, sequence: usize) -> Result<(), ModelError> {
-        let Some(Repeated { how, repeat, name }) = self.evictor.as_ref().and_then(|evictor| evictor.repeats(sequence))
-        else {
-            return Ok(());
+        let Some(evictor) = &self.evictor else { return Ok(()) };
+        let Some(repeated) = evictor.repeats(sequence) else { return Ok(()) };
+        let scores = Arc::new(self.repeated(sequence, repeated)?);
+        self.evictor.as_mut().expect("it asked for this").reconstructed(sequence, scores);
+        Ok(())
+    }
+
+    /// The same for a fork of the recorded prefill: what one policy looked at serves those after it that look at the same.
+    ///
+    /// # Errors
+    /// As [`Decoder::reconstruct`].
+    pub(super) fn reconstruct_recorded(&mut self, sequence: usize) -> Result<(), ModelError> {
+        let Some(evictor) = &self.evictor else { return Ok(()) };
+        let Some(repeated) = evictor.repeats(sequence) else { return Ok(()) };
+        let looked_at = (repeated.how, evictor.kept.clone());
+        let known = self.recorder.as_ref().and_then(|recorder| recorder.reconstructed(&looked_at));
+        let scores = match known {
+            Some(scores) => scores,
+            None => Arc::new(self.repeated(sequence, repeated)?),
         };
+        if let Some(recorder) = &mut self.recorder {
+            recorder.keep_reconstructed(looked_at, scores.clone());
+        }
+        self.evictor.as_mut().expect("it asked for this").reconstructed(sequence, scores);
+        Ok(())
+    }
+
+    /// What each token of a sequence is looked at while the context is repeated, `[layers, Hkv, tokens]`.
+    fn repeated(&mut self, sequence: usize, repeated: Repeated<'_>) -> Result<Buffer<f32>, ModelError> {
+        let Repeated { how, repeat, name } = repeated;
         let seen = self.seen[sequence];
         let kept = self.evictor.as_ref().map_or(0..0, |evictor| evictor.kept.clone());
         let context: Vec<u32> = self.fed[sequence][..if kept.is_empty() { seen } else { kept.start }].to_vec();
@@ -79,9 +106,7 @@ impl Decoder<'_> {
             self.feed_and_forget(sequence, piece)
         });
         let Repeating { scores, .. } = self.repeating.take().expect("put there above");
-        repeated?;
-        self.evictor.as_mut().expect("it asked for this").reconstructed(sequence, scores);
-        Ok(())
+        repeated.map(|()| scores)
     }
 
     /// Norms of a sequence's values behind each query head's part of the output projection, `[layers, Hq, tokens]`.

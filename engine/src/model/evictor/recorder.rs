@@ -1,13 +1,15 @@
-//! What a prefill shows to policies that evict from it later: its queries, and the attention that tokens received, once for
-//! all of them.
+//! What a prefill shows to policies that evict from it later: its queries, the attention that tokens received, and what the
+//! model looks at when it repeats its context, once for all of them.
 
 use super::{AttentionSums, Evictor, window_shape};
 use crate::attention::Forward;
 use crate::cache::Column;
 use crate::eviction::{ObservationWindow, Span, attention_sums};
-use crate::memory::{Arena, ArenaError};
+use crate::memory::{Arena, ArenaError, Buffer};
 use crate::model::ModelError;
-use crate::policy::{Policy, Statistic};
+use crate::policy::{Policy, Reconstruction, Statistic};
+use std::ops::Range;
+use std::sync::Arc;
 
 /// Keeps what some policies look at while the first sequence is prefilled.
 pub(in crate::model) struct QueryRecorder {
@@ -15,7 +17,11 @@ pub(in crate::model) struct QueryRecorder {
     span: Span,
     accumulates: bool,
     window: Option<ObservationWindow>,
+    reconstructed: Option<(LookedAt, Arc<Buffer<f32>>)>,
 }
+
+/// How a context is repeated, and which of its last tokens are left out of that.
+pub(in crate::model) type LookedAt = (Reconstruction, Range<usize>);
 
 impl QueryRecorder {
     /// The sequence that is recorded.
@@ -29,12 +35,24 @@ impl QueryRecorder {
             accumulates |= policy.looks_at(Statistic::AccumulatedAttention);
         }
         assert!(!accumulates || columns.contains(&Column::Attention), "a cache with a column of attention");
-        QueryRecorder { arena: arena.clone(), span, accumulates, window: None }
+        QueryRecorder { arena: arena.clone(), span, accumulates, window: None, reconstructed: None }
     }
 
     /// Before another prefill.
     pub fn forget(&mut self) {
-        self.window = None;
+        (self.window, self.reconstructed) = (None, None);
+    }
+
+    /// What the tokens were looked at while the context was repeated, if the latest policy that had it repeated asked for
+    /// the same.
+    pub fn reconstructed(&self, looked_at: &LookedAt) -> Option<Arc<Buffer<f32>>> {
+        let (known, scores) = self.reconstructed.as_ref()?;
+        (known == looked_at).then(|| scores.clone())
+    }
+
+    /// Keeps that for the policies that follow.
+    pub fn keep_reconstructed(&mut self, looked_at: LookedAt, scores: Arc<Buffer<f32>>) {
+        self.reconstructed = Some((looked_at, scores));
     }
 
     /// As [`Evictor::see`], of the recorded sequence alone.

@@ -146,7 +146,7 @@ impl Evictor<'_> {
                 lse,
                 seen_tokens: scene.seen,
                 future: None,
-                reconstructed: reconstructed.as_deref(),
+                reconstructed: reconstructed.as_ref().map(|scores| &scores[..]),
                 before_rope: rope.map(|frequencies| BeforeRope { frequencies, q: None, k: None }),
                 w_o,
                 layer_numbers: &numbers[layers.clone()],
