@@ -351,6 +351,33 @@ fn a_policy_gives_the_same_whoever_was_asked_before_it() {
     assert_eq!(answers("\"keydiff+chunks:tokens=64\", "), alone);
 }
 
+/// A context is repeated once for the cells that look at it in the same way, and anew for each sample.
+#[test]
+fn a_pass_that_cells_share_is_that_of_each() {
+    let answers = |policies: &str, budgets: &str| -> Vec<(String, Vec<f64>, u64)> {
+        let folder = tempfile::tempdir().unwrap();
+        let grid = format!(
+            "context_tokens = 300\ntask = \"passkey\"\nprotocol = \"aware-kept\"\nsamples = 2\npolicy = [{policies}]\n\
+             budget = [{budgets}]"
+        );
+        let records = go(&experiment(folder.path(), &grid).unwrap(), folder.path(), false).unwrap().records;
+        let given = |record: Record| {
+            let answers = record.answers.expect("it ran");
+            let cell = format!("{}@{:?}", record.cell.policy.unwrap(), record.cell.budget);
+            (cell, answers.sample_kl_nats, answers.kv_bytes_live)
+        };
+        records.into_iter().filter(|record| record.cell.policy.as_deref() != Some("full")).map(given).collect()
+    };
+    let policies = ["\"kvzip:chunk=100\"", "\"kvzip:chunk=100,plus=true\"", "\"kvzip\""];
+    let shared = answers(&policies.join(","), "0.5, 0.25");
+    let apart = policies.iter().flat_map(|policy| ["0.5", "0.25"].map(|budget| answers(policy, budget))).flatten();
+    assert_eq!(shared, apart.collect::<Vec<_>>());
+    assert!(
+        shared.iter().enumerate().all(|(at, cell)| shared[..at].iter().all(|other| other.1 != cell.1)),
+        "{shared:?}"
+    );
+}
+
 #[test]
 fn mistakes_are_said_before_anything_runs() {
     let folder = tempfile::tempdir().unwrap();
