@@ -59,6 +59,11 @@ impl Given<'_> {
 /// When the policy lacks a statistic, gives scores that are no numbers, or the arena has no room.
 pub fn retain(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena) -> Result<Retained, PolicyError> {
     let shape = call.shape;
+    if given.future.is_some() && call.params.window.is_some() {
+        let reason = "future queries come behind the whole context, and a sliding window is counted from its end; leave the window \
+                      or the future queries out";
+        return Err(PolicyError::Combination { policy: "a score by future queries".into(), reason: reason.into() });
+    }
     let _parameters = policy.parameters.claim(arena)?;
     let lse = match policy.looks_at_attention() {
         true => Some(log_sum_exps(&call, arena)?),

@@ -153,6 +153,14 @@ struct Sequence<'a> {
     turned_tokens: usize,
 }
 
+impl<'a> Sequence<'a> {
+    /// Before the first token.
+    fn new(session: Session<'a>) -> Self {
+        let selectors = Vec::new();
+        Sequence { session, window: None, reconstructed: None, selectors, frequencies: None, turned_tokens: 0 }
+    }
+}
+
 /// A policy with what it has seen of each sequence.
 pub(super) struct Evictor<'a> {
     eviction: Eviction<'a>,
@@ -177,9 +185,7 @@ impl<'a> Evictor<'a> {
         let sequence = |&context: &usize| -> Result<Sequence<'a>, ModelError> {
             let Eviction { policy, name, ref budget, seed, .. } = eviction;
             let budget_tokens = policy.budget_tokens(name, budget.as_ref(), context, token_bytes, lists)?;
-            let session = Session::new(Plan { policy, budget_tokens, seed });
-            let selectors = Vec::new();
-            Ok(Sequence { session, window: None, reconstructed: None, selectors, frequencies: None, turned_tokens: 0 })
+            Ok(Sequence::new(Session::new(Plan { policy, budget_tokens, seed })))
         };
         let sequences = contexts.iter().map(sequence).collect::<Result<_, _>>()?;
         let _parameters = eviction.policy.parameters.claim(arena)?;
@@ -284,6 +290,12 @@ impl<'a> Evictor<'a> {
         let lists = |layer: usize| Lists::of_sequence(cache, layer * batch + sequence);
         let bytes = selectors.iter().enumerate().map(|(layer, selector)| selector.read_bytes(lists(layer)));
         (!selectors.is_empty()).then(|| bytes.sum())
+    }
+
+    /// Forgets what is known of a sequence, whose tokens were taken from it.
+    pub fn forget(&mut self, sequence: usize) {
+        let session = Session::new(*self.sequences[sequence].session.plan());
+        self.sequences[sequence] = Sequence::new(session);
     }
 
     /// Makes what is known of sequence `to` what is known of `from`.

@@ -11,7 +11,8 @@ pub enum Budget {
     Fraction(f64),
     /// So many tokens in every KV head.
     Tokens(usize),
-    /// So many bytes of keys and values for all heads of the layer and all sequences together.
+    /// So many bytes of keys and values in all lists that share the budget: in a model those of all layers of a sequence, in an
+    /// experiment on tensors those of all layers and sequences.
     Bytes(u64),
 }
 

@@ -414,9 +414,10 @@ fn sensible(policy: &Policy) -> Result<(), String> {
         }
     }
     let averages = policy.scorer.as_ref().map_or(Averages::Nothing, |scorer| scorer.averages());
-    if again && averages == Averages::Heads && !policy.heads.is_even() {
-        return Err("it takes a mean over heads, which hold different tokens after the first eviction; give all heads the same \
-                    budget, or use 'once'"
+    // A layer's share of an uneven division need not be a multiple of its heads, and one of them holds a token more.
+    if again && averages == Averages::Heads && !(policy.heads.is_even() && policy.layers.is_even()) {
+        return Err("it takes a mean over heads, which hold different tokens after the first eviction; give all layers and heads \
+                    the same budget, or use 'once'"
             .into());
     }
     policy.scorer.as_ref().map_or(Ok(()), |scorer| scorer.check()).map_err(Into::into)
@@ -521,6 +522,7 @@ mod tests {
             ("keydiff+critical+delayed", "these scores are relative to what else the cache holds"),
             ("dms:window=4+delayed:window=8", "delayed eviction with a window of its own"),
             ("tova+table:heads=1;3+every", "it takes a mean over heads, which hold different tokens"),
+            ("tova+table:layers=1;3+chunks", "give all layers and heads the same budget"),
             ("snapkv+blocks", "'blocks' is for scores of keys, values or queries"),
             ("ada-snapkv:floor=0.9+uniform", "'floor' is a parameter of 'ada', which another part replaces"),
             ("expected-attention:vnorm=false,epsilon=7", "epsilon is '7'; it must be 0 where vnorm is false"),

@@ -49,10 +49,8 @@ pub enum Then {
     Pooled {
         /// Divided by the number of queries before.
         mean: bool,
-        /// Width, odd.
-        kernel: usize,
-        /// The largest instead of the mean.
-        is_max: bool,
+        /// Over how many neighbours, and their mean or the largest.
+        pool: Pool,
         /// Slots at the end that are left out and get 0.
         behind: usize,
     },
@@ -96,11 +94,10 @@ impl Then {
                     heads.chunks_exact_mut(kv_len).for_each(|head| head.copy_from_slice(mean));
                 }
             }
-            Then::Pooled { mean, kernel, is_max, behind } => {
+            Then::Pooled { mean, pool, behind } => {
                 if mean {
                     scores.iter_mut().for_each(|score| *score /= queries as f32);
                 }
-                let pool = Pool::new(kernel, is_max);
                 let mut raw = arena.alloc::<f32>(Label::Workspace, kv_len)?;
                 for (list, scores) in scores.chunks_mut(kv_len).enumerate() {
                     // The columns of the last slots are left out of the pool: past its end there is nothing.

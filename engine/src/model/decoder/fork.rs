@@ -35,7 +35,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Takes all tokens from a sequence.
+    /// Takes all tokens from a sequence, and what the policy knows of it.
     pub fn free(&mut self, sequence: usize) {
         if let Some(memory) = &mut self.memory {
             memory.free(self.model.config.layers, self.setup.batch, sequence);
@@ -45,6 +45,9 @@ impl<'a> Decoder<'a> {
         }
         (self.seen[sequence], self.gaps[sequence]) = (0, false);
         self.fed[sequence].clear();
+        if let Some(evictor) = &mut self.evictor {
+            evictor.forget(sequence);
+        }
     }
 
     /// Puts sequence `to` where `from` is: its tokens, and what the policy knows of it.

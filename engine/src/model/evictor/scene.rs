@@ -65,6 +65,10 @@ impl Evictor<'_> {
     /// The eviction step of a sequence behind its prefill, or behind a chunk of it that is not the `last`.
     pub fn evict_chunk(&mut self, scene: &mut Scene<'_>, last: bool) -> Result<(), ModelError> {
         let Some(policy) = self.evicting() else { return if last { self.select(scene) } else { Ok(()) } };
+        if !self.sequences[scene.sequence].session.is_open() {
+            // An earlier prompt was evicted from, and the schedule asks for no more.
+            return Ok(());
+        }
         self.evict(scene, Moment::Chunk { last })?;
         // What was held is of the context; while decoding only the latest queries count.
         let Sequence { session, window, .. } = &mut self.sequences[scene.sequence];
@@ -114,8 +118,8 @@ impl Evictor<'_> {
         }
         let reconstructed = reconstructed.take();
         let window = window.as_ref().expect("every pass shows its queries");
-        // Lists have changed since earlier queries attended.
-        let again = moment == Moment::Step && window.queries() > 1 && policy.looks_at_attention();
+        // Lists may have changed since earlier queries attended.
+        let again = session.is_decoding() && window.queries() > 1 && policy.looks_at_attention();
         let lse = |layers: &Range<usize>| match again {
             true => scene.lse_now(window, layers),
             false => Ok(window.lse(layers.clone())?),

@@ -113,6 +113,25 @@ pub fn sequence_total(context: &Context<'_>, sequence: usize) -> usize {
     held.min(lists * context.budget_tokens)
 }
 
+/// What each layer of each sequence may keep, `[B]` with layers folded in. `divide` says it of one sequence, by what it may keep
+/// in all, its layers' folded indices, and what their lists hold, lowest layer first.
+///
+/// # Errors
+/// Those of `divide`.
+pub fn over_layers(
+    context: &Context<'_>,
+    mut divide: impl FnMut(usize, &[usize], &[usize]) -> Result<Vec<usize>, PolicyError>,
+) -> Result<Vec<usize>, PolicyError> {
+    let mut totals = vec![0; context.call.shape.batch];
+    for sequence in 0..context.sequences() {
+        let layers: Vec<usize> = layers_of(context, sequence).collect();
+        let caps: Vec<usize> = layers.iter().map(|&layer| lens(context, layer).iter().sum()).collect();
+        let shares = divide(sequence_total(context, sequence), &layers, &caps)?;
+        layers.into_iter().zip(shares).for_each(|(layer, share)| totals[layer] = share);
+    }
+    Ok(totals)
+}
+
 /// The folded indices of a sequence's layers, lowest layer first.
 pub fn layers_of(context: &Context<'_>, sequence: usize) -> impl Iterator<Item = usize> + use<> {
     let (layers, sequences) = (context.layers, context.sequences());

@@ -9,7 +9,7 @@
 //! With `layer` and `layers` the context is one layer of a stack that is scored alone: `b` is the mean of the stack, and
 //! what is retained is this layer's number.
 
-use super::{OverLayers, layers_of, lens, level, sequence_total};
+use super::{OverLayers, level, over_layers};
 use crate::named::Parameter;
 use crate::policy::{Context, Part, PartEntry, PolicyError, Scored};
 
@@ -72,26 +72,18 @@ impl OverLayers for Pyramid {
             let reason = format!("it evicts from one layer alone, and there are {found}; leave both parameters out");
             return Err(PolicyError::Combination { policy, reason });
         }
-        let mut totals = vec![0; context.call.shape.batch];
-        for sequence in 0..context.sequences() {
-            let layers: Vec<usize> = layers_of(context, sequence).collect();
-            let caps: Vec<usize> = layers.iter().map(|&layer| lens(context, layer).iter().sum()).collect();
+        over_layers(context, |total, _, caps| {
             let longest = (caps.iter().max().copied().unwrap_or(0) / heads) as f64;
-            let stack = self.alone.map_or(layers.len(), |(_, layers)| layers);
+            let stack = self.alone.map_or(caps.len(), |(_, layers)| layers);
             let budgets = budgets(context.budget_tokens as f64, self.beta, longest, window, stack);
             let wanted = |layer: usize| budgets[layer] * heads;
-            let shares = match self.alone {
-                Some((layer, _)) => vec![wanted(layer).min(caps[0])],
-                None => {
-                    let mut shares: Vec<usize> =
-                        caps.iter().enumerate().map(|(layer, &cap)| wanted(layer).min(cap)).collect();
-                    level(sequence_total(context, sequence), &mut shares, &caps);
-                    shares
-                }
-            };
-            layers.into_iter().zip(shares).for_each(|(layer, share)| totals[layer] = share);
-        }
-        Ok(totals)
+            if let Some((layer, _)) = self.alone {
+                return Ok(vec![wanted(layer).min(caps[0])]);
+            }
+            let mut shares: Vec<usize> = caps.iter().enumerate().map(|(layer, &cap)| wanted(layer).min(cap)).collect();
+            level(total, &mut shares, caps);
+            Ok(shares)
+        })
     }
 }
 

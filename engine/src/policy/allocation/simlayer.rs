@@ -9,7 +9,7 @@
 //! is met: a lazy layer never gets more than an equal share, unless the others cannot hold the rest.
 
 use super::near::{Near, attention_near, keep_near};
-use super::{OverLayers, layers_of, lens, level, sequence_total};
+use super::{OverLayers, lens, level, over_layers};
 use crate::named::Parameter;
 use crate::policy::{Context, Part, PartEntry, PolicyError, Scored, Statistic};
 
@@ -79,30 +79,25 @@ impl OverLayers for SimLayer {
 
     fn totals(&self, context: &Context<'_>, scored: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
         let heads = context.call.shape.kv_heads;
-        let mut totals = vec![0; context.call.shape.batch];
         let kept = Near { recent: self.near.recent - self.last, ..self.near };
         let most = (kept.sink + kept.recent).min(context.budget_tokens) * heads;
-        for sequence in 0..context.sequences() {
-            let layers: Vec<usize> = layers_of(context, sequence).collect();
-            let caps: Vec<usize> = layers.iter().map(|&layer| lens(context, layer).iter().sum()).collect();
+        over_layers(context, |total, layers, caps| {
             let lazy: Vec<bool> = layers.iter().map(|&layer| self.lazy(context, layer)).collect();
-            let total = sequence_total(context, sequence);
             let mut shares: Vec<usize> =
-                lazy.iter().zip(&caps).map(|(&lazy, &cap)| if lazy { most.min(cap) } else { 0 }).collect();
+                lazy.iter().zip(caps).map(|(&lazy, &cap)| if lazy { most.min(cap) } else { 0 }).collect();
             // Lazy layers are full already as far as the others can take the rest.
             let rest = total - shares.iter().sum::<usize>();
-            let open: Vec<usize> = lazy.iter().zip(&caps).map(|(&lazy, &cap)| if lazy { 0 } else { cap }).collect();
+            let open: Vec<usize> = lazy.iter().zip(caps).map(|(&lazy, &cap)| if lazy { 0 } else { cap }).collect();
             let mut others = vec![0; layers.len()];
             level(rest, &mut others, &open);
             shares.iter_mut().zip(others).for_each(|(share, other)| *share += other);
-            level(total, &mut shares, &caps);
-            for ((&layer, share), lazy) in layers.iter().zip(shares).zip(lazy) {
-                totals[layer] = share;
-                for list in (layer * heads..(layer + 1) * heads).filter(|_| lazy) {
+            level(total, &mut shares, caps);
+            for ((&layer, share), _) in layers.iter().zip(&shares).zip(lazy).filter(|(_, lazy)| *lazy) {
+                for list in layer * heads..(layer + 1) * heads {
                     keep_near(context, scored, list, kept, share / heads);
                 }
             }
-        }
-        Ok(totals)
+            Ok(shares)
+        })
     }
 }

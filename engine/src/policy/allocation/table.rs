@@ -2,7 +2,7 @@
 //! second of two KV heads three quarters of its layer's. Weights are relative; there must be one for each.
 
 use super::uniform::Uniform;
-use super::{OverHeads, OverLayers, layers_of, lens, sequence_total, share};
+use super::{OverHeads, OverLayers, lens, over_layers, share};
 use crate::named::{Named, NamedError, Parameter};
 use crate::policy::{Context, Part, PartEntry, PolicyError, Scored};
 
@@ -62,14 +62,7 @@ impl OverLayers for Table {
     }
 
     fn totals(&self, context: &Context<'_>, _: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
-        let mut totals = vec![0; context.call.shape.batch];
-        for sequence in 0..context.sequences() {
-            let layers: Vec<usize> = layers_of(context, sequence).collect();
-            let caps: Vec<usize> = layers.iter().map(|&layer| lens(context, layer).iter().sum()).collect();
-            let shares = self.shares(sequence_total(context, sequence), &caps, "layers")?;
-            layers.into_iter().zip(shares).for_each(|(layer, share)| totals[layer] = share);
-        }
-        Ok(totals)
+        over_layers(context, |total, _, caps| self.shares(total, caps, "layers"))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The same budget for every layer and every head.
 
-use super::{OverHeads, OverLayers, layers_of, lens, level, sequence_total};
+use super::{OverHeads, OverLayers, lens, level, over_layers};
 use crate::policy::{Context, Part, PartEntry, PolicyError, Scored};
 
 /// The registry's line.
@@ -25,16 +25,12 @@ impl OverLayers for Uniform {
     }
 
     fn totals(&self, context: &Context<'_>, _: &mut Scored, _: &mut [f32]) -> Result<Vec<usize>, PolicyError> {
-        let mut totals = vec![0; context.call.shape.batch];
-        for sequence in 0..context.sequences() {
-            let layers: Vec<usize> = layers_of(context, sequence).collect();
-            let caps: Vec<usize> = layers.iter().map(|&layer| lens(context, layer).iter().sum()).collect();
-            let wanted = context.budget_tokens * context.call.shape.kv_heads;
+        let wanted = context.budget_tokens * context.call.shape.kv_heads;
+        over_layers(context, |total, _, caps| {
             let mut shares: Vec<usize> = caps.iter().map(|&cap| wanted.min(cap)).collect();
-            level(sequence_total(context, sequence), &mut shares, &caps);
-            layers.into_iter().zip(shares).for_each(|(layer, share)| totals[layer] = share);
-        }
-        Ok(totals)
+            level(total, &mut shares, caps);
+            Ok(shares)
+        })
     }
 }
 

@@ -66,7 +66,8 @@ pub(super) fn begin(
             let asked = queries.unwrap_or(q_len).min(q_len);
             match *then {
                 Then::MeanOverHeads => launch(context, cache, "score_over_heads", &scoring)?,
-                Then::Pooled { mean, kernel, is_max, behind } => {
+                Then::Pooled { mean, pool, behind } => {
+                    let (kernel, is_max) = pool.shape();
                     let divisor = if mean { asked as f32 } else { 1.0 };
                     launch(context, cache, "score_pool", &scoring.pooled(kernel, is_max, divisor, behind))?;
                 }

@@ -3,7 +3,7 @@
 use crate::named::{Named, NamedError};
 
 /// What a pool takes of its window.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// The mean, with zeros past both ends (torch's `avg_pool1d` with same padding).
     Average,
@@ -12,7 +12,7 @@ pub enum Kind {
 }
 
 /// A centred pool of stride 1.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pool {
     kind: Kind,
     width: usize,
@@ -32,11 +32,6 @@ impl Pool {
             Some(_) => return Err(named.wrong("pool", "avg or max".into())),
         };
         Ok(Pool { kind, width })
-    }
-
-    /// A pool over `width` neighbours, odd, of their mean or the largest.
-    pub fn new(width: usize, is_max: bool) -> Self {
-        Pool { kind: if is_max { Kind::Max } else { Kind::Average }, width }
     }
 
     /// Its width, and whether it takes the largest.

@@ -86,8 +86,7 @@ impl SnapKv {
     }
 
     fn then(&self) -> Then {
-        let (kernel, is_max) = self.pool.shape();
-        Then::Pooled { mean: self.mean, kernel, is_max, behind: if self.all { 0 } else { self.window } }
+        Then::Pooled { mean: self.mean, pool: self.pool, behind: if self.all { 0 } else { self.window } }
     }
 }
 

@@ -53,27 +53,27 @@ impl KvRows for Selected<'_> {
         let Some(&last) = self.pages(batch, head).last() else { return 0 };
         let page_tokens = self.cache.shape().page_tokens;
         // Only the last page of a list may hold fewer tokens.
-        let in_last = (self.cache.len(batch, head) - last as usize * page_tokens).min(page_tokens);
+        let in_last = (self.cache.rows().len(batch, head) - last as usize * page_tokens).min(page_tokens);
         (self.count - 1) * page_tokens + in_last
     }
 
     fn format(&self) -> KvFormat {
-        self.cache.format()
+        self.cache.rows().format()
     }
 
     fn key_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
         let (slot, count) = self.run(batch, head, start);
-        self.cache.key_rows(batch, head, slot).first(count)
+        self.cache.rows().key_rows(batch, head, slot).first(count)
     }
 
     fn value_rows(&self, batch: usize, head: usize, start: usize) -> Rows<'_> {
         let (slot, count) = self.run(batch, head, start);
-        self.cache.value_rows(batch, head, slot).first(count)
+        self.cache.rows().value_rows(batch, head, slot).first(count)
     }
 
     fn token_bias(&self, batch: usize, head: usize, start: usize) -> Option<&[f32]> {
         let (slot, count) = self.run(batch, head, start);
-        let run = self.cache.token_bias(batch, head, slot)?;
+        let run = self.cache.rows().token_bias(batch, head, slot)?;
         Some(&run[..run.len().min(count)])
     }
 }

@@ -58,6 +58,18 @@ impl Lengths<'_> {
         }
     }
 
+    /// Whether a decode step comes behind an eviction, so that its list is shorter than what its sequence has seen.
+    pub fn decodes_evicted(&self) -> bool {
+        let (context, new) = (self.cell.context_tokens, self.cell.new_tokens);
+        let first = match self.evicting.map_or(Decoding::Never, |policy| policy.schedule.decoding) {
+            _ if self.budget_tokens < context => return true,
+            Decoding::Never => return false,
+            Decoding::EverySteps(steps) => (self.budget_tokens - context + 1).next_multiple_of(steps),
+            Decoding::Delayed => self.budget_tokens - context + 1,
+        };
+        first < new
+    }
+
     /// Tokens of a list while decoding, on average and at most.
     pub fn late(&self) -> usize {
         let most = self.cell.context_tokens + self.cell.new_tokens;

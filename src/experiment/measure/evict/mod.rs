@@ -221,6 +221,7 @@ impl Running<'_> {
     fn kept(&self) -> Kept {
         Kept {
             lens: self.cache.lens().to_vec(),
+            list_kv_bytes: (0..self.cache.lens().len()).map(|list| self.cache.list_kv_bytes(list)).collect(),
             kv_bytes_live: self.kv_bytes_live(),
             by_position: match self.bench.truth {
                 Some(_) => outcome::by_position(&self.prepared.cell, |list| {

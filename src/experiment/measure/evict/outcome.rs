@@ -31,6 +31,8 @@ pub(in crate::experiment::measure) struct Evicted<'a> {
 /// What was retained after prefill.
 pub(in crate::experiment::measure) struct Kept {
     pub lens: Vec<usize>,
+    /// KV bytes of each list's pages.
+    pub list_kv_bytes: Vec<u64>,
     /// KV bytes of pages in use.
     pub kv_bytes_live: u64,
     /// Fraction of each bin of the context that stayed, for each list of the first sequence.
@@ -85,8 +87,7 @@ pub(in crate::experiment::measure) fn eviction(
     let (cell, shape) = (evicted.cell, evicted.cache);
     let context = cell.context_tokens;
     let lists_of_layer = cell.batch * cell.kv_heads;
-    let fullest = kept.lens.chunks(lists_of_layer).map(|lens| lens.iter().copied().max().unwrap_or(0));
-    let padded = fullest.flat_map(|tokens| std::iter::repeat_n(tokens, lists_of_layer));
+    let fullest = kept.list_kv_bytes.chunks(lists_of_layer).map(|lists| lists.iter().copied().max().unwrap_or(0));
     let kept_by_head = kept.lens.chunks(lists_of_layer).map(|layer| {
         let of_head = |head: usize| layer.iter().skip(head).step_by(cell.kv_heads).sum::<usize>();
         (0..cell.kv_heads).map(|head| of_head(head) as f64 / (cell.batch * context) as f64).collect()
@@ -104,7 +105,7 @@ pub(in crate::experiment::measure) fn eviction(
         attention_mass_kept: mass.map(|mass| mass / truth.at.len() as f64),
         tie_rate: evicted.tie_rate,
         kv_bytes_read: late.read_bytes / cell.new_tokens as u64,
-        kv_bytes_padded: shape.kv_bytes(padded),
+        kv_bytes_padded: fullest.map(|bytes| bytes * lists_of_layer as u64).sum(),
         kept_by_head: kept_by_head.collect(),
         kept_by_position: kept.by_position.clone(),
         drift_by_head: drift_by_head(cell, late, truth),

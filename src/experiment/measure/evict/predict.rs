@@ -124,7 +124,7 @@ impl Plan<'_> {
             _ => self.accumulation(policy, &fresh).max(self.step(policy, &fresh)),
         };
         let window = lengths.recent().map_or(0, |queries| window_shape(cell).bytes(queries));
-        let rotated = if self.rerotates() { query_bytes(cell, 1) } else { 0 };
+        let rotated = if self.rerotates() && lengths.decodes_evicted() { query_bytes(cell, 1) } else { 0 };
         self.held(tokens, cell.context_tokens + new, lengths.is_even()) + steps + window + rotated + evicting
     }
 
@@ -133,7 +133,8 @@ impl Plan<'_> {
         // A single query has its log-sum-exps from its own step.
         let Some(recent) = self.lengths().recent() else { return self.scoring(policy, fresh) };
         let shape = Shape { q_len: recent, ..*fresh };
-        let rotated = if self.rerotates() { query_bytes(&self.prepared.cell, recent) } else { 0 };
+        let rotates = self.rerotates() && self.lengths().decodes_evicted();
+        let rotated = if rotates { query_bytes(&self.prepared.cell, recent) } else { 0 };
         let scoring = self.scoring(policy, &shape);
         rotated
             + match policy.looks_at_attention() {

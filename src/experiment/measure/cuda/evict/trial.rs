@@ -95,7 +95,9 @@ impl Running<'_> {
             }
             None => Vec::new(),
         };
-        Ok(Kept { lens: self.cache.lens().to_vec(), kv_bytes_live: self.kv_bytes_live(), by_position })
+        let lens = self.cache.lens().to_vec();
+        let list_kv_bytes = lens.iter().map(|&tokens| self.cache.shape().kv_bytes([tokens])).collect();
+        Ok(Kept { lens, list_kv_bytes, kv_bytes_live: self.kv_bytes_live(), by_position })
     }
 
     /// Tokens of each head in the inputs.
