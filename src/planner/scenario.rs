@@ -121,8 +121,8 @@ pub struct Scenario<'a> {
     pub weights: Option<&'static WeightFormat>,
     /// Where.
     pub memory: Memory,
-    /// Bytes of the context, libraries and other processes.
-    pub overhead_bytes: u64,
+    /// Bytes of the context, libraries and other processes, where they are known; `None`: [`DEFAULT_OVERHEAD`].
+    pub overhead_bytes: Option<u64>,
     /// Sequences whose prompts are read together.
     pub batch: u64,
     /// Sequences that are held and decoded together; as many as are read, where it is less.
@@ -399,8 +399,8 @@ impl Scenario<'_> {
     /// # Errors
     /// When the budget leaves no token.
     pub fn bytes_at(&self, phase: Phase, context: u64) -> Result<Bytes, PlanError> {
-        let mut base =
-            Bytes { weights: self.weight_bytes(), context: u128::from(self.overhead_bytes), ..Bytes::default() };
+        let overhead = self.overhead_bytes.unwrap_or(DEFAULT_OVERHEAD);
+        let mut base = Bytes { weights: self.weight_bytes(), context: u128::from(overhead), ..Bytes::default() };
         match phase {
             Phase::Load => {
                 // Quantised as it is loaded: the largest matrix is there in 16 bits too.

@@ -3,7 +3,7 @@
 
 use super::PlanError;
 use super::architecture::KvGroup;
-use super::scenario::{Allocation, Bytes, Eviction, Logits, Memory, Phase, Scenario};
+use super::scenario::{Allocation, Bytes, DEFAULT_OVERHEAD, Eviction, Logits, Memory, Phase, Scenario};
 use crate::policy::Budget;
 use crate::units::{gib, grouped};
 use serde::Serialize;
@@ -116,11 +116,9 @@ impl Scenario<'_> {
                 let term = cells[0][place].0;
                 let [load_bytes, prefill_bytes, decode_bytes] = cells.map(|cells| cells[place].1 as u64);
                 // Where the fullest phase has none of it, the phase that has most.
-                let most = [phase].into_iter().chain(Phase::ALL).max_by_key(|&other| {
-                    let bytes = cells[other as usize][place].1;
-                    (other == phase && bytes > 0, bytes)
-                });
-                let most = most.unwrap_or(phase);
+                let of = |phase: Phase| cells[phase as usize][place].1;
+                let fullest = Phase::ALL.into_iter().max_by_key(|&other| of(other));
+                let most = fullest.filter(|_| of(phase) == 0).unwrap_or(phase);
                 let (formula, numbers, known, growth) = self.explain(term, most, &phases[most as usize]);
                 Term { term, load_bytes, prefill_bytes, decode_bytes, formula, numbers, known, growth }
             })
@@ -301,13 +299,11 @@ impl Scenario<'_> {
                 ("room for tokens that is taken and empty", numbers, Known::Formula, growth)
             }
             _ => {
-                let given = self.overhead_bytes != super::scenario::DEFAULT_OVERHEAD;
-                let known = if given { Known::Measured } else { Known::Calibrated };
-                let numbers = format!(
-                    "{} B{}",
-                    n(self.overhead_bytes),
-                    if given { ", given or measured" } else { ", the default" }
-                );
+                let (bytes, known, from) = match self.overhead_bytes {
+                    Some(bytes) => (bytes, Known::Measured, "given or measured"),
+                    None => (DEFAULT_OVERHEAD, Known::Calibrated, "the default"),
+                };
+                let numbers = format!("{} B, {from}", n(bytes));
                 ("context, libraries, other processes", numbers, known, Growth::Constant)
             }
         }

@@ -135,6 +135,21 @@ fn schedules_and_steps_are_those_of_the_policy_and_the_program() {
     assert!(sent(5) > 1.05 * sent(8), "{} {}", sent(5), sent(8));
 }
 
+/// Bytes that are given count as given, though they are those of the default.
+#[test]
+fn overhead_that_is_given_is_not_the_default() {
+    let context = |asked: &str| {
+        let plan = json(&format!("--model llama-3-8b --gpu h100 {asked}"));
+        let terms = plan["terms"].as_array().unwrap().clone();
+        let term = terms.into_iter().find(|term| term["term"] == "context").unwrap();
+        (term["load_bytes"].clone(), term["known"].clone(), term["numbers"].clone())
+    };
+    let bytes = Value::from(500_000_000);
+    let expected = |known: &str, numbers: &str| (bytes.clone(), known.into(), numbers.into());
+    assert_eq!(context(""), expected("calibrated", "500,000,000 B, the default"));
+    assert_eq!(context("--overhead 500000000B"), expected("measured", "500,000,000 B, given or measured"));
+}
+
 /// Of a pipeline's stages the fullest is counted: its end of the model, and what it keeps.
 #[test]
 fn training_counts_the_fullest_stage() {

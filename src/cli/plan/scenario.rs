@@ -7,7 +7,7 @@ use crate::model::{BUILTIN, locate};
 use crate::planner::Subject;
 use crate::planner::kv::KvStore;
 use crate::planner::presets::{gpu, weight_format};
-use crate::planner::scenario::{Allocation, Attention, DEFAULT_OVERHEAD, Eviction, Logits, Memory, Scenario};
+use crate::planner::scenario::{Allocation, Attention, Eviction, Logits, Memory, Scenario};
 use crate::policy::{Budget, Registry, Statistic};
 use crate::units;
 use std::path::{Path, PathBuf};
@@ -268,7 +268,7 @@ impl ScenarioArgs {
             subject,
             weights: self.weights.as_deref().map(weight_format).transpose()?,
             memory,
-            overhead_bytes: self.overhead.or_else(|| self.taken()).unwrap_or(DEFAULT_OVERHEAD),
+            overhead_bytes: self.overhead.or_else(|| self.taken()),
             batch: self.batch,
             concurrency: self.concurrency.unwrap_or(1),
             context: self.context.unwrap_or(CONTEXT),
