@@ -3,7 +3,7 @@
 use super::PlanError;
 use super::presets::{GPUS, WEIGHT_FORMATS, weight_format};
 use super::roofline::REACHED;
-use super::scenario::{Memory, Scenario};
+use super::scenario::{DEFAULT_OVERHEAD, Memory, Scenario};
 use super::train::{ADAMW, Adapters, Offload, Recompute, Training};
 use super::weights::WeightFormat;
 use serde::Serialize;
@@ -71,7 +71,7 @@ pub fn fine_tuning(scenario: &Scenario<'_>) -> Result<[u64; 3], PlanError> {
         recompute: Recompute::Full,
         keeps_scores: false,
         offload: Offload::None,
-        overhead_bytes: scenario.overhead_bytes,
+        overhead_bytes: scenario.overhead_bytes.unwrap_or(DEFAULT_OVERHEAD),
     };
     training.check()?;
     let over = |format| {

@@ -5,7 +5,7 @@
 
 use super::kv::KvStore;
 use super::presets::{gpu, model, weight_format};
-use super::scenario::{Allocation, Attention, DEFAULT_OVERHEAD, Logits, Memory, Scenario};
+use super::scenario::{Allocation, Attention, Logits, Memory, Scenario};
 use super::source::{Source, Subject};
 use super::train::{OPTIMIZERS, Optimizer, Recompute, gpt_bytes_per_token, states};
 use crate::units::{gb, gib, grouped};
@@ -54,7 +54,7 @@ fn on<'a>(subject: &'a Subject, card: &str, context: u64) -> Scenario<'a> {
         subject,
         weights: None,
         memory: Memory::Gpu(gpu(card).expect("a card")),
-        overhead_bytes: DEFAULT_OVERHEAD,
+        overhead_bytes: None,
         batch: 1,
         concurrency: 1,
         context,

@@ -7,12 +7,12 @@
 //! context.
 
 use super::PlanError;
+use super::eviction::Eviction;
 use super::presets::{LOSSES, MODELS, Measured, WEIGHT_FORMATS};
 use super::roofline::REACHED;
-use super::scenario::{Allocation, Attention, Eviction, Logits, Memory, Scenario};
+use super::scenario::{Allocation, Attention, Logits, Memory, Scenario};
 use super::search::MOST;
 use super::source::{Source, Subject};
-use crate::policy::{Budget, Registry};
 use serde::Serialize;
 
 /// What a lever does to results.
@@ -149,14 +149,7 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
     }
     if scenario.eviction.is_none() {
         for (policy, budget) in POLICIES {
-            let built = Registry::default().policy(policy)?;
-            let eviction = Eviction {
-                policy: policy.into(),
-                budget: budget.parse::<Budget>()?,
-                chunk_tokens: built.schedule.chunk_tokens.map(|tokens| tokens as u64),
-                decoding: built.schedule.decoding,
-                selects: false,
-            };
+            let eviction = Eviction::of(policy, budget.parse()?)?;
             let change = move |scenario: &mut Scenario<'a>| scenario.eviction = Some(eviction.clone());
             add("eviction", format!("{policy}, {budget} kept"), of_policy(policy, budget), Box::new(change));
         }

@@ -10,6 +10,7 @@ pub mod architecture;
 pub mod audit;
 pub mod cards;
 pub mod claims;
+pub mod eviction;
 pub mod kv;
 pub mod levers;
 pub mod measure;

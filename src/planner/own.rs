@@ -52,7 +52,7 @@ impl<'a> Own<'a> {
             );
         }
         if let Some(eviction) = &scenario.eviction {
-            return wrong("--policy", &eviction.policy, "what is measured is a run without eviction; leave it out");
+            return wrong("--policy", &eviction.name, "what is measured is a run without eviction; leave it out");
         }
         let KvStore::Own(_) = scenario.kv else {
             return wrong("--kv-format", &scenario.kv, "it must be one of `kvsieve list formats`");

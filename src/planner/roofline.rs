@@ -1,14 +1,15 @@
 //! Times by the roofline: bytes over bandwidth or operations over speed, whichever takes longer, with two constants.
 //!
-//! A decode step reads the weights that its tokens pass through and all keys and values. Prefill is bound by products;
-//! naive attention besides writes and reads its scores four times. The constants say what fraction of a card's peaks is
-//! reached: the naive column of FlashAttention's table 18 (A100, N of 2K and more) gives 0.67 of the bandwidth, good
-//! products reach 0.6 of the operations. Offloaded layers come over the link in every pass.
+//! A decode step reads the weights that its tokens pass through and all keys and values, or what a policy selects of them.
+//! Prefill is bound by products; naive attention besides writes and reads its scores four times. The constants say what
+//! fraction of a card's peaks is reached: the naive column of FlashAttention's table 18 (A100, N of 2K and more) gives
+//! 0.67 of the bandwidth, good products reach 0.6 of the operations. Offloaded layers come over the link in every pass.
 
 use super::PlanError;
 use super::architecture::KvGroup;
+use super::eviction::Eviction;
 use super::presets::Gpu;
-use super::scenario::{Attention, Phase, Scenario};
+use super::scenario::{Attention, Scenario};
 use serde::Serialize;
 
 /// Fraction of a card's peaks that is reached.
@@ -74,8 +75,7 @@ impl Scenario<'_> {
         let link_s = self.offloaded_bytes() as f64 / (gpu.link_bytes_per_s() * cards);
         // The slowest of the cards that share a layer decides.
         let one_stage = Scenario { pipeline: 1, ..self.clone() };
-        let decode_bytes =
-            self.read_bytes(self.held()) + one_stage.bytes_at(Phase::Decode, self.context)?.kv as f64 * cards;
+        let decode_bytes = self.read_bytes(self.held()) + one_stage.step_kv_bytes()? as f64 * cards;
         let decode_flops = 2.0 * self.subject.active_parameters as f64 * self.held() as f64;
         let decode_s = (decode_bytes / bandwidth).max(decode_flops / operations) + link_s;
         Ok(Some(Times {
@@ -95,9 +95,11 @@ impl Scenario<'_> {
         let faster = gpu.fp8_tflops.filter(|_| eight).map_or(1.0, |fp8| fp8 / gpu.tflops);
         let products = 2.0 * self.subject.active_parameters as f64 * tokens / (operations * faster);
         let reads = passes * self.read_bytes(self.batch.saturating_mul(self.pass_tokens(self.context))) / bandwidth;
-        let chunked = self.eviction.as_ref().is_some_and(|eviction| eviction.chunk_tokens.is_some());
-        let retained = if chunked { self.retained(self.context)? } else { self.context };
-        let pairs = |group: &KvGroup| group.layers as f64 * self.pairs(retained, group.window);
+        // Nothing is evicted before the policy's first chunk was read.
+        let piece = self.evicting().and_then(Eviction::chunk_tokens).filter(|&chunk| chunk < self.context);
+        let retained = if piece.is_some() { self.retained(self.context)? } else { self.context };
+        let piece = piece.unwrap_or(self.context);
+        let pairs = |group: &KvGroup| group.layers as f64 * self.pairs(retained, piece, group.window);
         let pairs = self.subject.groups.iter().map(pairs).sum::<f64>() * (self.batch * shape.heads as u64) as f64;
         let [k_dim, v_dim] = shape.head_dims();
         let products_s = 2.0 * pairs * (k_dim + v_dim) as f64 / operations;
@@ -110,21 +112,21 @@ impl Scenario<'_> {
     }
 
     /// Pairs of a query and a key of a head that are multiplied while a sequence's context is read, of which a list holds no more
-    /// than `retained` tokens between passes.
-    fn pairs(&self, retained: u64, window: Option<usize>) -> f64 {
-        let [all, retained] = [self.context, retained].map(|tokens| tokens as f64);
+    /// than `retained` tokens between pieces of `piece` tokens, whatever passes each is read in.
+    fn pairs(&self, retained: u64, piece: u64, window: Option<usize>) -> f64 {
+        let [all, retained, piece] = [self.context, retained, piece].map(|tokens| tokens as f64);
         let seen = window.map_or(all, |window| all.min(window as f64));
         let passes = self.context.div_ceil(self.pass_tokens(self.context)) as f64;
         let pass = all / passes;
         match self.attention {
-            // Pairs behind a query, or beyond its window, are skipped: half of a pass's own.
+            // Pairs behind a query, or beyond its window, are skipped: half of a piece's own.
             Attention::Tiled => {
-                let most = seen.min(retained + pass / 2.0);
+                let most = seen.min(retained + piece / 2.0);
                 most * (all - most / 2.0)
             }
             // All of a pass, and of what is held before it.
             _ => {
-                let before = seen.min(retained);
+                let before = seen.min(retained + (piece - pass).max(0.0) / 2.0);
                 let growing = passes.min((before / pass).floor() + 1.0);
                 pass * (pass * growing * (growing - 1.0) / 2.0 + (passes - growing) * before) + pass * all
             }

@@ -5,11 +5,11 @@
 
 use super::PlanError;
 use super::architecture::KvGroup;
+use super::eviction::Eviction;
 use super::kv::KvStore;
 use super::presets::Gpu;
 use super::source::Subject;
 use super::weights::WeightFormat;
-use crate::policy::{Budget, Decoding};
 
 /// Bytes of the context and libraries of a process on a GPU, unless they are measured: 0.5 GB.
 pub const DEFAULT_OVERHEAD: u64 = 500_000_000;
@@ -97,21 +97,6 @@ pub enum Allocation {
     Reserved(Option<u64>),
 }
 
-/// What stays of a context.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Eviction {
-    /// As it is written.
-    pub policy: String,
-    /// What may stay.
-    pub budget: Budget,
-    /// Tokens of a prefill chunk, back to the budget after each; `None`: after the whole prompt.
-    pub chunk_tokens: Option<u64>,
-    /// When it evicts while decoding.
-    pub decoding: Decoding,
-    /// Whether a policy that selects what is read, and gives nothing back.
-    pub selects: bool,
-}
-
 /// A model, a card and a load.
 #[derive(Debug, Clone)]
 pub struct Scenario<'a> {
@@ -121,8 +106,8 @@ pub struct Scenario<'a> {
     pub weights: Option<&'static WeightFormat>,
     /// Where.
     pub memory: Memory,
-    /// Bytes of the context, libraries and other processes.
-    pub overhead_bytes: u64,
+    /// Bytes of the context, libraries and other processes, where they are known; `None`: [`DEFAULT_OVERHEAD`].
+    pub overhead_bytes: Option<u64>,
     /// Sequences whose prompts are read together.
     pub batch: u64,
     /// Sequences that are held and decoded together; as many as are read, where it is less.
@@ -229,7 +214,7 @@ impl Bytes {
 impl Scenario<'_> {
     /// Tokens of all sequences that go through the model together.
     fn pass_rows(&self, context: u64) -> u64 {
-        let evicting = self.eviction.as_ref().and_then(|eviction| eviction.chunk_tokens);
+        let evicting = self.eviction.as_ref().and_then(Eviction::chunk_tokens);
         let own = [self.chunk, evicting].into_iter().flatten().fold(context, u64::min).max(1);
         let rows = self.batch.saturating_mul(own);
         self.step.map_or(rows, |step| rows.min(step.max(self.batch)))
@@ -248,30 +233,6 @@ impl Scenario<'_> {
     /// Sequences that are held and decoded together.
     pub fn held(&self) -> u64 {
         self.batch.max(self.concurrency)
-    }
-
-    /// Tokens that a list holds of a context once the policy was at work.
-    ///
-    /// # Errors
-    /// When the budget leaves none.
-    pub fn retained(&self, context: u64) -> Result<u64, PlanError> {
-        let Some(eviction) = self.eviction.as_ref().filter(|eviction| !eviction.selects) else { return Ok(context) };
-        let budget = eviction.budget;
-        Ok(budget.tokens(context as usize, self.kv_token_bytes(), self.held() as usize)? as u64)
-    }
-
-    /// Most tokens that a list holds while the output is decoded behind a context: how many leave with a delayed eviction
-    /// depends on the text, so that none are taken to.
-    fn decoded(&self, context: u64) -> Result<u64, PlanError> {
-        let all = self.retained(context)? + self.output;
-        match self.eviction.as_ref().filter(|eviction| !eviction.selects) {
-            Some(Eviction { decoding: Decoding::EverySteps(steps), budget, .. }) => {
-                // The budget counts the output too.
-                let budget = budget.of_all(context as usize, self.kv_token_bytes(), self.held() as usize)? as u64;
-                Ok(all.min(budget.saturating_add(*steps as u64)))
-            }
-            _ => Ok(all),
-        }
     }
 
     /// Bytes of a token of a sequence in all layers, windows aside.
@@ -296,7 +257,7 @@ impl Scenario<'_> {
 
     /// What the fullest card holds: whole layers, no more than its stage has and those without a window first, and whole KV
     /// heads as far as there are any; a compressed row is held by every card.
-    fn on_card(&self) -> Vec<KvGroup> {
+    pub(super) fn on_card(&self) -> Vec<KvGroup> {
         let stages = self.pipeline as usize;
         let mut left = self.subject.layers.div_ceil(stages);
         let mut groups: Vec<&KvGroup> = self.subject.groups.iter().collect();
@@ -319,19 +280,19 @@ impl Scenario<'_> {
         self.subject.state_bytes.div_ceil(self.tensor_parallel * self.pipeline)
     }
 
-    /// Adds a cache whose lists hold `tokens` of each sequence, at `context` tokens of each.
-    fn add_cache(&self, to: &mut Bytes, tokens: u64, context: u64) {
+    /// Adds a cache of `sequences` sequences whose lists hold `tokens` of each, at `context` tokens of each.
+    pub(super) fn add_cache(&self, to: &mut Bytes, sequences: u64, tokens: u64, context: u64) {
         for group in self.on_card() {
             let (held, room) = self.tokens(tokens, context, group.window);
-            let token = u128::from(self.kv.token_bytes(&group)) * u128::from(self.held());
+            let token = u128::from(self.kv.token_bytes(&group)) * u128::from(sequences);
             to.kv += token * u128::from(held);
             to.slack += token * u128::from(room - held);
             if let Allocation::Paged(page) = self.allocation {
-                let lists = u128::from(self.held()) * (group.layers * group.heads) as u128;
+                let lists = u128::from(sequences) * (group.layers * group.heads) as u128;
                 to.metadata += 4 * u128::from(room / page) * lists;
             }
         }
-        to.kv += u128::from(self.card_state_bytes()) * u128::from(self.held());
+        to.kv += u128::from(self.card_state_bytes()) * u128::from(sequences);
     }
 
     /// Bytes of weights on the fullest card: of a pipeline's stages the first has the embedding, the last the output matrix.
@@ -382,13 +343,9 @@ impl Scenario<'_> {
         let scores = pairs * u128::from(heads) * u128::from(self.attention.score_bytes());
         let stream = 2 * subject.hidden as u64;
         let inner = (subject.activation_elements - stream).div_ceil(self.tensor_parallel);
-        let workspace = match &self.eviction {
-            Some(eviction) if !eviction.selects => {
-                let lists = self.on_card().iter().map(|group| group.heads).max().unwrap_or(0);
-                4 * u128::from(self.batch) * lists as u128 * u128::from(keys)
-            }
-            _ => 0,
-        };
+        let lists = self.on_card().iter().map(|group| group.heads).max().unwrap_or(0);
+        let scored = self.evicting().map_or(0, |_| 4 * u128::from(self.batch) * lists as u128 * u128::from(keys));
+        let workspace = base.workspace + scored;
         let inside = Bytes { scores, activations: self.row_bytes(rows, stream + inner), workspace, ..base };
         let output = Bytes { activations: self.row_bytes(rows, stream), logits: self.logit_bytes(rows), ..base };
         if inside.total() >= output.total() { inside } else { output }
@@ -399,8 +356,14 @@ impl Scenario<'_> {
     /// # Errors
     /// When the budget leaves no token.
     pub fn bytes_at(&self, phase: Phase, context: u64) -> Result<Bytes, PlanError> {
-        let mut base =
-            Bytes { weights: self.weight_bytes(), context: u128::from(self.overhead_bytes), ..Bytes::default() };
+        let overhead = self.overhead_bytes.unwrap_or(DEFAULT_OVERHEAD);
+        let mut base = Bytes { weights: self.weight_bytes(), context: u128::from(overhead), ..Bytes::default() };
+        let lists = self.lists_hold(phase, context)?;
+        for &(sequences, tokens) in &lists {
+            self.add_cache(&mut base, sequences, tokens, context);
+        }
+        base.workspace = u128::from(self.opened(phase)) * self.index_bytes(context)?;
+        let keys = lists.first().map_or(0, |&(_, tokens)| tokens);
         match phase {
             Phase::Load => {
                 // Quantised as it is loaded: the largest matrix is there in 16 bits too.
@@ -409,18 +372,8 @@ impl Scenario<'_> {
                 }
                 Ok(base)
             }
-            Phase::Prefill => {
-                let pass = self.pass_tokens(context);
-                let chunked = self.eviction.as_ref().is_some_and(|eviction| eviction.chunk_tokens.is_some());
-                let held = if chunked { context.min(self.retained(context)? + pass) } else { context };
-                self.add_cache(&mut base, held, context);
-                Ok(self.pass(base, self.pass_rows(context), held))
-            }
-            Phase::Decode => {
-                let held = self.decoded(context)?;
-                self.add_cache(&mut base, held, context);
-                Ok(Scenario { batch: self.held(), ..self.clone() }.pass(base, self.held(), held))
-            }
+            Phase::Prefill => Ok(self.pass(base, self.pass_rows(context), keys)),
+            Phase::Decode => Ok(Scenario { batch: self.held(), ..self.clone() }.pass(base, self.held(), keys)),
         }
     }
 
@@ -488,12 +441,8 @@ impl Scenario<'_> {
             let needed = self.context + self.output;
             return wrong("--allocation reserved", most, format!("context and output are {needed} tokens"));
         }
-        if matches!(self.eviction, Some(Eviction { budget: Budget::Bytes(_), .. })) && self.kv_token_bytes() == 0 {
-            let none = "no layer of this model has keys and values; a budget in bytes has nothing to be divided by";
-            let value = self.eviction.as_ref().map_or(String::new(), |eviction| eviction.budget.to_string());
-            return Err(PlanError::Value { what: "--budget", value, expected: none.into() });
-        }
         self.kv.check(&self.subject.groups)?;
+        self.check_policy()?;
         if self.peak(self.context)?.1.total() > 1 << 60 {
             return Err(PlanError::Overflow { what: "this" });
         }

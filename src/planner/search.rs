@@ -1,7 +1,8 @@
 //! The largest context and the largest batch that fit: bytes never fall as either grows, so halving finds the last.
 
 use super::PlanError;
-use super::scenario::{Eviction, Scenario};
+use super::eviction::Eviction;
+use super::scenario::Scenario;
 use crate::policy::Budget;
 
 /// Beyond this nobody asks.
@@ -53,11 +54,7 @@ impl Scenario<'_> {
         let mut scenario = Scenario { concurrency: 1, ..self.clone() };
         last(|batch| {
             scenario.batch = batch;
-            // Bytes are shared by a batch: where they leave no token to a sequence, so many sequences do not fit.
-            match scenario.fits(self.context) {
-                Err(PlanError::Budget(_)) if batch > self.batch => Ok(false),
-                fits => fits,
-            }
+            scenario.fits(self.context)
         })
     }
 }

@@ -3,7 +3,8 @@
 
 use super::PlanError;
 use super::architecture::KvGroup;
-use super::scenario::{Allocation, Bytes, Eviction, Logits, Memory, Phase, Scenario};
+use super::eviction::Eviction;
+use super::scenario::{Allocation, Bytes, DEFAULT_OVERHEAD, Logits, Memory, Phase, Scenario};
 use crate::policy::Budget;
 use crate::units::{gib, grouped};
 use serde::Serialize;
@@ -116,11 +117,9 @@ impl Scenario<'_> {
                 let term = cells[0][place].0;
                 let [load_bytes, prefill_bytes, decode_bytes] = cells.map(|cells| cells[place].1 as u64);
                 // Where the fullest phase has none of it, the phase that has most.
-                let most = [phase].into_iter().chain(Phase::ALL).max_by_key(|&other| {
-                    let bytes = cells[other as usize][place].1;
-                    (other == phase && bytes > 0, bytes)
-                });
-                let most = most.unwrap_or(phase);
+                let of = |phase: Phase| cells[phase as usize][place].1;
+                let fullest = Phase::ALL.into_iter().max_by_key(|&other| of(other));
+                let most = fullest.filter(|_| of(phase) == 0).unwrap_or(phase);
                 let (formula, numbers, known, growth) = self.explain(term, most, &phases[most as usize]);
                 Term { term, load_bytes, prefill_bytes, decode_bytes, formula, numbers, known, growth }
             })
@@ -177,10 +176,15 @@ impl Scenario<'_> {
     /// Formula, numbers put in, how it is known and how it grows.
     pub fn explain(&self, term: &str, phase: Phase, at: &Bytes) -> (&'static str, String, Known, Growth) {
         let subject = self.subject;
-        let batch = if term == "kv" || phase == Phase::Decode { self.held() } else { self.batch };
+        let batch = match term {
+            "kv" | "slack" => self.held(),
+            "workspace" if self.evicting().is_none() => self.opened(phase),
+            _ if phase == Phase::Decode => self.held(),
+            _ => self.batch,
+        };
         let tokens = if phase == Phase::Decode { 1 } else { self.pass_tokens(self.context) };
         let n = |count: u64| grouped(u128::from(count));
-        let bounded = |growth| if self.is_bounded() { Growth::Constant } else { growth };
+        let bounded = |growth| if self.is_bounded(phase) { Growth::Constant } else { growth };
         // Whether a pass of a context twice as long has more rows.
         let is_whole = self.pass_tokens(2 * self.context) > self.pass_tokens(self.context);
         let rows = if is_whole && phase != Phase::Decode { bounded(Growth::Linear) } else { Growth::Constant };
@@ -217,22 +221,25 @@ impl Scenario<'_> {
                     0 => String::new(),
                     bytes => format!(" + states of {} B{times}", n(bytes)),
                 };
-                let of_tokens = at.kv - u128::from(states) * u128::from(batch);
-                let held = of_tokens / u128::from(token.max(1) * batch);
                 let has_windows = subject.groups.iter().any(|group| group.window.is_some());
                 let average = if has_windows { " on average" } else { "" };
+                let part = |(sequences, tokens): (u64, u64)| {
+                    let mut part = Bytes::default();
+                    self.add_cache(&mut part, 1, tokens, self.context);
+                    let tokens = (part.kv - u128::from(states)) / u128::from(token.max(1));
+                    let times = if sequences > 1 { format!(" x {sequences} sequences") } else { String::new() };
+                    format!("{} tokens{average}{times}", grouped(tokens))
+                };
+                let parts = self.lists_hold(phase, self.context).unwrap_or_default();
+                let held = parts.iter().copied().map(part).collect::<Vec<_>>().join(" + ");
+                let held = if parts.len() > 1 { format!("({held})") } else { held };
                 let retained = match self.retained(self.context) {
                     Ok(tokens) if phase == Phase::Prefill && tokens < self.context => {
                         format!("; {} retains {} of {}", self.policy(), n(tokens), n(self.context))
                     }
                     _ => String::new(),
                 };
-                let numbers = format!(
-                    "{} B a token{cards} in {} x {} tokens{average}{times}{state}{retained}",
-                    n(token),
-                    self.kv,
-                    grouped(held)
-                );
+                let numbers = format!("{} B a token{cards} in {} x {held}{state}{retained}", n(token), self.kv);
                 let formula = "sum over layers of Hkv x (key row + value row) x min(tokens, window)";
                 (formula, numbers, Known::Formula, held_growth)
             }
@@ -270,6 +277,12 @@ impl Scenario<'_> {
                 let numbers = format!("{} rows x {} tokens x {bytes} B{times}", n(count), n(subject.vocab as u64));
                 ("rows x vocabulary x bytes of a logit", numbers, Known::Formula, growth)
             }
+            "workspace" if self.evicting().is_none() => {
+                let [once, twice] = [1, 2].map(|times| self.index_bytes(times * self.context).unwrap_or(0));
+                let growth = if twice > once { Growth::Linear } else { Growth::Constant };
+                let numbers = format!("{}: {} B a sequence{cards}{times}", self.policy(), grouped(once));
+                ("what a policy chooses by what a step reads, of each list", numbers, Known::Formula, growth)
+            }
             "workspace" => (
                 "scores of a policy: 4 B x B x Hkv x keys",
                 format!("{}{times}", self.policy()),
@@ -290,9 +303,9 @@ impl Scenario<'_> {
                         let most = most.unwrap_or(self.context + self.output);
                         // Room for all of a context, of which a policy retains a part: after each chunk, or behind the prompt.
                         let evicts = |eviction: &Eviction| {
-                            !eviction.selects && (eviction.chunk_tokens.is_some() || phase == Phase::Decode)
+                            eviction.chunk_tokens().is_some() || phase == Phase::Decode || self.held() > self.batch
                         };
-                        let grows = self.eviction.as_ref().is_some_and(evicts)
+                        let grows = self.evicting().is_some_and(evicts)
                             && matches!(self.allocation, Allocation::Reserved(None));
                         let growth = if grows { Growth::Linear } else { Growth::Constant };
                         (format!("{} tokens reserved{times}", n(most)), growth)
@@ -301,25 +314,23 @@ impl Scenario<'_> {
                 ("room for tokens that is taken and empty", numbers, Known::Formula, growth)
             }
             _ => {
-                let given = self.overhead_bytes != super::scenario::DEFAULT_OVERHEAD;
-                let known = if given { Known::Measured } else { Known::Calibrated };
-                let numbers = format!(
-                    "{} B{}",
-                    n(self.overhead_bytes),
-                    if given { ", given or measured" } else { ", the default" }
-                );
+                let (bytes, known, from) = match self.overhead_bytes {
+                    Some(bytes) => (bytes, Known::Measured, "given or measured"),
+                    None => (DEFAULT_OVERHEAD, Known::Calibrated, "the default"),
+                };
+                let numbers = format!("{} B, {from}", n(bytes));
                 ("context, libraries, other processes", numbers, known, Growth::Constant)
             }
         }
     }
 
-    /// Whether what is held does not grow with the context: a budget of tokens that is reached, kept to after each chunk.
-    fn is_bounded(&self) -> bool {
-        let is_reached =
-            || self.retained(self.context).is_ok_and(|tokens| tokens + self.pass_tokens(self.context) <= self.context);
-        self.eviction.as_ref().is_some_and(|eviction| {
-            eviction.chunk_tokens.is_some() && !matches!(eviction.budget, Budget::Fraction(_)) && is_reached()
-        })
+    /// Whether what is held does not grow with the context: a budget of tokens that is reached, behind the prompt or by what comes
+    /// between the policy's chunks.
+    fn is_bounded(&self, phase: Phase) -> bool {
+        let evicting = self.evicting().filter(|eviction| !matches!(eviction.budget, Budget::Fraction(_)));
+        let more = evicting.and_then(|eviction| if phase == Phase::Decode { Some(1) } else { eviction.chunk_tokens() });
+        let is_reached = |more: u64| self.retained(self.context).is_ok_and(|tokens| tokens + more <= self.context);
+        more.is_some_and(is_reached)
     }
 
     fn lists(&self) -> usize {
@@ -327,7 +338,7 @@ impl Scenario<'_> {
     }
 
     fn policy(&self) -> String {
-        self.eviction.as_ref().map_or(String::new(), |eviction| format!("{}@{}", eviction.policy, eviction.budget))
+        self.eviction.as_ref().map_or(String::new(), Eviction::to_string)
     }
 
     /// What is asked, in one line.

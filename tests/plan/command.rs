@@ -135,6 +135,41 @@ fn schedules_and_steps_are_those_of_the_policy_and_the_program() {
     assert!(sent(5) > 1.05 * sent(8), "{} {}", sent(5), sent(8));
 }
 
+/// Sequences that are held beside a prompt have been evicted from, in bytes, in words and in what is to be changed first.
+#[test]
+fn a_policy_and_sequences_that_are_held_go_together() {
+    let asked = "--model llama-3-8b --gpu a100-80gb --context 32k --policy snapkv --budget 512 --concurrency 64";
+    let plan = json(&format!("{asked} --target-context 32k"));
+    let kv = |plan: &Value, key: &str| {
+        plan["terms"].as_array().unwrap().iter().find(|term| term["term"] == "kv").unwrap()[key].clone()
+    };
+    assert_eq!(kv(&plan, "prefill_bytes"), 131_072_u64 * (32_768 + 63 * 512));
+    assert_eq!(
+        kv(&plan, "numbers"),
+        "131,072 B a token in bf16 x (32,768 tokens + 512 tokens x 63 sequences); snapkv@512 retains 512 of 32,768"
+    );
+    assert_eq!((&plan["fits"], &plan["remedy"]["levers"]), (&Value::from(true), &Value::from(Vec::<Value>::new())));
+    assert!(plan["max_context_tokens"].as_u64().unwrap() > 200_000, "{plan}");
+    // Where decoding is fullest, a budget of tokens that is reached grows no further.
+    let long = json(&format!("{asked} --output-tokens 64k --gpu 2000GiB").replace("--gpu a100-80gb ", ""));
+    assert_eq!((&long["peak_phase"], kv(&long, "growth")), (&Value::from("decode"), Value::from("constant")));
+}
+
+/// Bytes that are given count as given, though they are those of the default.
+#[test]
+fn overhead_that_is_given_is_not_the_default() {
+    let context = |asked: &str| {
+        let plan = json(&format!("--model llama-3-8b --gpu h100 {asked}"));
+        let terms = plan["terms"].as_array().unwrap().clone();
+        let term = terms.into_iter().find(|term| term["term"] == "context").unwrap();
+        (term["load_bytes"].clone(), term["known"].clone(), term["numbers"].clone())
+    };
+    let bytes = Value::from(500_000_000);
+    let expected = |known: &str, numbers: &str| (bytes.clone(), known.into(), numbers.into());
+    assert_eq!(context(""), expected("calibrated", "500,000,000 B, the default"));
+    assert_eq!(context("--overhead 500000000B"), expected("measured", "500,000,000 B, given or measured"));
+}
+
 /// Of a pipeline's stages the fullest is counted: its end of the model, and what it keeps.
 #[test]
 fn training_counts_the_fullest_stage() {
@@ -293,6 +328,21 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("audit src", "there is no run in it"),
         ("--model llama-3-8b --gpu h100 --overhead 0foo", "'0foo' is not an amount of memory"),
         ("allocator Cargo.toml", "not a list of events"),
+        (
+            "--model gemma-3-4b --gpu h100 --policy quest --budget 0.5",
+            "--policy is quest; it selects from the whole context, but this model has sliding windows",
+        ),
+        (
+            "--model deepseek-v3 --gpu h200 --policy think --budget 0.5",
+            "--policy is think; it selects from keys and values of heads, but this model has compressed rows",
+        ),
+        (
+            "--model llama-3-8b --gpu h100 --policy quest --budget 0.5 --kv-format fp8",
+            "--kv-format is fp8; a policy that selects what is read needs one of `kvsieve list formats`",
+        ),
+        ("--model llama-3-8b --gpu h100 --policy quest --budget 8", "reads whole pages of 16 tokens"),
+        ("--model llama-3-8b --gpu h100 --policy think:ratio=0.5 --budget 0.5", "has its ratio from the parameter"),
+        ("--model llama-3-8b --gpu h100 --policy streaming-llm --budget 4", "keeps 4 sinks and needs at least 5"),
     ];
     for (arguments, expected) in cases {
         let output = plan(arguments).output().unwrap();

@@ -10,7 +10,7 @@ mod properties;
 mod times;
 
 use kvsieve::planner::presets::{gpu, model};
-use kvsieve::planner::scenario::{Allocation, Attention, DEFAULT_OVERHEAD, Logits, Memory};
+use kvsieve::planner::scenario::{Allocation, Attention, Logits, Memory};
 use kvsieve::planner::source::Source;
 use kvsieve::planner::{Scenario, Subject};
 
@@ -25,7 +25,7 @@ fn on<'a>(subject: &'a Subject, card: &str, context: u64) -> Scenario<'a> {
         subject,
         weights: None,
         memory: Memory::Gpu(gpu(card).unwrap()),
-        overhead_bytes: DEFAULT_OVERHEAD,
+        overhead_bytes: None,
         batch: 1,
         concurrency: 1,
         context,

@@ -1,19 +1,23 @@
 //! What holds for every plan: more never takes less, terms add up, the longest context fits and the next does not.
 
 use super::{on, subject};
+use kvsieve::planner::eviction::Eviction;
 use kvsieve::planner::levers::{Loss, rank, remedy, siblings};
 use kvsieve::planner::presets::{GPUS, MODELS, WEIGHT_FORMATS};
-use kvsieve::planner::scenario::{Allocation, Attention, Eviction, Logits};
+use kvsieve::planner::scenario::{Allocation, Attention, Logits};
 use kvsieve::planner::search::MOST;
-use kvsieve::planner::{Phase, PlanError, Scenario, Subject};
-use kvsieve::policy::{Budget, Decoding};
+use kvsieve::planner::{Phase, Scenario, Subject};
 use proptest::prelude::*;
 
+fn evicting(policy: &str, budget: &str) -> Eviction {
+    Eviction::of(policy, budget.parse().unwrap()).unwrap()
+}
+
 /// Any scenario: every model, card and option.
-fn scenarios() -> impl Strategy<Value = (usize, usize, u64, u64, [usize; 6], [u64; 3])> {
-    let options = [0usize..3, 0..4, 0..2, 0..4, 0..3, 0..4];
+fn scenarios() -> impl Strategy<Value = (usize, usize, u64, [u64; 2], [usize; 6], [u64; 3])> {
+    let options = [0usize..3, 0..4, 0..2, 0..4, 0..3, 0..5];
     let cards = [1u64..3, 1..3, 0..12];
-    (0..MODELS.len(), 0..GPUS.len(), 1u64..300_000, 1u64..5, options, cards)
+    (0..MODELS.len(), 0..GPUS.len(), 1u64..300_000, [1u64..5, 0..4], options, cards)
 }
 
 /// The scenario of some numbers.
@@ -21,33 +25,29 @@ fn scenario<'a>(
     subject: &'a Subject,
     card: usize,
     context: u64,
-    batch: u64,
+    [batch, beside]: [u64; 2],
     options: [usize; 6],
     [tensor_parallel, pipeline, offload]: [u64; 3],
 ) -> Scenario<'a> {
     let [attention, kv, logits, allocation, chunk, eviction] = options;
     let eviction = [
         None,
-        Some(("snapkv", "0.25", None)),
-        Some(("keydiff+chunks+every:steps=64", "512", Some(1024))),
-        Some(("h2o", "64MiB", None)),
+        Some(("snapkv", "0.25")),
+        Some(("keydiff+chunks+every:steps=64", "512")),
+        Some(("h2o", "64MiB")),
+        Some(("quest", "0.25")),
     ][eviction];
     Scenario {
         weights: WEIGHT_FORMATS.get(context as usize % (WEIGHT_FORMATS.len() + 1)),
         batch,
+        concurrency: batch + beside,
         attention: [Attention::Naive, Attention::Minimal, Attention::Tiled][attention],
         kv: ["bf16", "int8", "q4_0", "k=int8,v=bf16"][kv].parse().unwrap(),
         logits: [Logits::Last, Logits::All][logits],
         allocation: [Allocation::Exact, Allocation::Paged(16), Allocation::Paged(256), Allocation::Reserved(None)]
             [allocation],
         chunk: [None, Some(512), Some(2048)][chunk],
-        eviction: eviction.map(|(policy, budget, chunk_tokens)| Eviction {
-            policy: policy.into(),
-            budget: budget.parse::<Budget>().unwrap(),
-            chunk_tokens,
-            decoding: if policy.contains("every") { Decoding::EverySteps(64) } else { Decoding::Never },
-            selects: false,
-        }),
+        eviction: eviction.map(|(policy, budget)| evicting(policy, budget)),
         tensor_parallel,
         pipeline: pipeline.min(subject.layers as u64),
         offload: offload.min(subject.layers as u64),
@@ -66,10 +66,10 @@ proptest! {
             let bytes = |scenario: &Scenario<'_>, context| scenario.bytes_at(phase, context).map(|bytes| bytes.total());
             let (Ok(here), Ok(next)) = (bytes(&asked, context), bytes(&asked, context + 1)) else { continue };
             prop_assert!(here <= next, "{phase:?}: {here} at {context}, {next} behind it");
-            let more = Scenario { batch: batch + 1, ..asked.clone() };
-            if !matches!(asked.eviction, Some(Eviction { budget: Budget::Bytes(_), .. })) {
-                prop_assert!(here <= bytes(&more, context).unwrap(), "{phase:?} at a larger batch");
-            }
+            let more = Scenario { batch: asked.batch + 1, concurrency: asked.concurrency + 1, ..asked.clone() };
+            prop_assert!(here <= bytes(&more, context).unwrap(), "{phase:?} at a larger batch");
+            let beside = Scenario { concurrency: asked.concurrency + 1, ..asked.clone() };
+            prop_assert!(here <= bytes(&beside, context).unwrap(), "{phase:?} with one more held");
         }
     }
 
@@ -89,28 +89,24 @@ proptest! {
         }
         match asked.max_batch().unwrap() {
             Some(most) if most < MOST => {
-                let with = |batch| Scenario { batch, ..asked.clone() }.fits(context);
-                prop_assert!(with(most).unwrap() && !with(most + 1).unwrap_or(false));
+                let with = |batch| Scenario { batch, concurrency: 1, ..asked.clone() }.fits(context);
+                prop_assert!(with(most).unwrap() && !with(most + 1).unwrap());
             }
             _ => {}
         }
     }
 }
 
+/// As a model takes it: its sequences are evicted from one by one.
 #[test]
-fn a_budget_in_bytes_bounds_the_batch_where_memory_does_not() {
-    // A token of Llama 3 8B takes 128 KiB in bf16, so that 64 MiB are 512 tokens: one for each of 512 sequences.
+fn a_budget_in_bytes_is_that_of_each_sequence() {
+    // A token of Llama 3 8B takes 128 KiB in bf16, so that 64 MiB are 512 tokens.
     let subject = subject("llama-3-8b");
-    let policy = Eviction {
-        policy: "h2o".into(),
-        budget: "64MiB".parse().unwrap(),
-        chunk_tokens: None,
-        decoding: Decoding::Never,
-        selects: false,
-    };
-    let asked = Scenario { eviction: Some(policy), ..on(&subject, "h100", 64) };
-    assert_eq!(asked.max_batch().unwrap(), Some(512));
-    assert!(matches!(Scenario { batch: 513, ..asked }.max_batch(), Err(PlanError::Budget(_))));
+    for sequences in [1, 8, 600] {
+        let eviction = Some(evicting("h2o", "64MiB"));
+        let asked = Scenario { eviction, concurrency: sequences, ..on(&subject, "h100", 8192) };
+        assert_eq!(asked.bytes_at(Phase::Decode, 8192).unwrap().kv, u128::from(sequences) * (64 << 20));
+    }
 }
 
 #[test]
@@ -124,6 +120,56 @@ fn prompts_that_wait_hold_keys_and_values_and_no_scores() {
     assert_eq!((waiting.kv, waiting.scores), (eight.kv, single.scores));
 }
 
+/// What is held while a prompt is read has been evicted from already, and may be at its last token.
+#[test]
+fn sequences_that_are_held_beside_a_prompt_hold_what_was_retained() {
+    let subject = subject("llama-3-8b");
+    let context = 32_768;
+    for (policy, budget, batch, concurrency, output, reading, beside, decoding) in [
+        ("snapkv", "512", 1, 64, 0, context, 512, 512),
+        ("snapkv", "512", 4, 64, 0, context, 512, 512),
+        ("snapkv", "512", 64, 64, 0, context, 512, 512),
+        ("snapkv", "0.1", 1, 8, 100, context, 3376, 3376),
+        ("h2o+every:steps=64", "512", 1, 8, 4096, context, 576, 576),
+        ("snapkv+chunks:tokens=1024", "512", 2, 8, 0, 1536, 512, 512),
+        ("full", "1.0", 1, 8, 100, context, context + 100, context + 100),
+        ("quest", "0.1", 1, 8, 0, context, context, context),
+    ] {
+        let eviction = Some(evicting(policy, budget));
+        let asked = Scenario { eviction, batch, concurrency, output, ..on(&subject, "h200", context) };
+        let tokens = |phase| asked.bytes_at(phase, context).unwrap().kv / u128::from(asked.kv_token_bytes());
+        let expected = [batch * reading + (concurrency - batch) * beside, concurrency * decoding];
+        assert_eq!([Phase::Prefill, Phase::Decode].map(tokens), expected.map(u128::from), "{policy} {batch}");
+    }
+}
+
+/// Passes may be shorter than the policy's chunks, behind which alone it evicts.
+#[test]
+fn a_list_comes_to_what_was_retained_and_a_chunk_of_the_policys() {
+    let subject = subject("llama-3-8b");
+    for (chunk, tokens) in [(None, 4608), (Some(8192), 4608), (Some(256), 4608)] {
+        let eviction = Some(evicting("keydiff+chunks:tokens=4096", "512"));
+        let asked = Scenario { eviction, chunk, ..on(&subject, "h100", 65_536) };
+        assert_eq!(asked.bytes_at(Phase::Prefill, 65_536).unwrap().kv / 131_072, tokens, "{chunk:?}");
+    }
+}
+
+/// Every token stays, and on top what a step selects by: two rows and three numbers of a page with `quest`, channels with `think`.
+#[test]
+fn a_policy_that_selects_holds_everything_and_what_it_selects_by() {
+    let subject = subject("llama-3-8b");
+    let lists = 32 * 8;
+    for (policy, of_list) in [("quest", 2048 * (2 * 128 * 2 + 12)), ("think", 128 * 4)] {
+        let plain = Scenario { batch: 2, concurrency: 5, ..on(&subject, "h200", 32_768) };
+        let asked = Scenario { eviction: Some(evicting(policy, "0.1")), ..plain.clone() };
+        for (phase, sequences) in [(Phase::Load, 0), (Phase::Prefill, 3), (Phase::Decode, 5)] {
+            let at = |scenario: &Scenario<'_>| scenario.bytes_at(phase, 32_768).unwrap();
+            assert_eq!(at(&asked).workspace, sequences * lists * of_list, "{policy} {phase:?}");
+            assert_eq!(at(&asked).kv, at(&plain).kv);
+        }
+    }
+}
+
 #[test]
 fn keys_and_values_rise_with_slope_1_and_scores_with_slope_2() {
     let subject = subject("llama-3-8b");
@@ -135,22 +181,15 @@ fn keys_and_values_rise_with_slope_1_and_scores_with_slope_2() {
 #[test]
 fn a_policy_frees_the_prompt_only_where_it_evicts_while_it_reads() {
     let subject = subject("llama-3-8b");
-    let with = |chunk_tokens| {
-        let budget = "1k".parse::<Budget>().unwrap();
-        let eviction = Some(Eviction {
-            policy: "keydiff".into(),
-            budget,
-            chunk_tokens,
-            decoding: Decoding::Never,
-            selects: false,
-        });
+    let with = |policy| {
+        let eviction = Some(evicting(policy, "1k"));
         Scenario { eviction, chunk: Some(1024), ..on(&subject, "h100", 65_536) }
     };
     let held = |scenario: &Scenario<'_>, phase| {
         scenario.bytes_at(phase, 65_536).unwrap().kv / u128::from(scenario.kv_token_bytes())
     };
-    assert_eq!([Phase::Prefill, Phase::Decode].map(|phase| held(&with(None), phase)), [65_536, 1024]);
-    assert_eq!([Phase::Prefill, Phase::Decode].map(|phase| held(&with(Some(1024)), phase)), [2048, 1024]);
+    assert_eq!([Phase::Prefill, Phase::Decode].map(|phase| held(&with("keydiff"), phase)), [65_536, 1024]);
+    assert_eq!([Phase::Prefill, Phase::Decode].map(|phase| held(&with("keydiff+chunks"), phase)), [2048, 1024]);
 }
 
 #[test]

@@ -2,11 +2,12 @@
 //! cards and links.
 
 use super::{on, subject};
+use kvsieve::planner::eviction::Eviction;
 use kvsieve::planner::presets::weight_format;
 use kvsieve::planner::roofline::{Reached, Times};
-use kvsieve::planner::scenario::{Attention, Eviction};
+use kvsieve::planner::scenario::Attention;
 use kvsieve::planner::{Scenario, Subject};
-use kvsieve::policy::Decoding;
+use kvsieve::policy::Budget;
 
 const WHOLE: Reached = Reached { bandwidth: 1.0, operations: 1.0 };
 
@@ -14,38 +15,34 @@ fn times(scenario: &Scenario<'_>) -> Times {
     scenario.times(WHOLE).unwrap().unwrap()
 }
 
-fn evicting(budget: &str) -> Option<Eviction> {
-    let budget = budget.parse().unwrap();
-    Some(Eviction {
-        policy: "snapkv".into(),
-        budget,
-        chunk_tokens: Some(512),
-        decoding: Decoding::Never,
-        selects: false,
-    })
-}
-
 /// Pairs of each pass, added up one by one.
 #[test]
 fn attention_of_a_prompt_is_that_of_its_passes() {
     let subject = subject("llama-3-8b");
-    let (chunk, context) = (512, 16_384);
+    let (pass, context) = (512, 16_384);
     let shape = &subject.architecture;
     let pair_flop = 4.0 * (shape.layers * shape.heads * shape.head_dim) as f64;
-    for (attention, budget) in [
-        (Attention::Tiled, None),
-        (Attention::Tiled, Some(2048)),
-        (Attention::Tiled, Some(1 << 20)),
-        (Attention::Naive, None),
-        (Attention::Naive, Some(2048)),
-        (Attention::Naive, Some(2000)),
+    for (attention, budget, chunk) in [
+        (Attention::Tiled, None, 512),
+        (Attention::Tiled, Some(2048), 512),
+        (Attention::Tiled, Some(1024), 2048),
+        (Attention::Tiled, Some(1 << 20), 512),
+        (Attention::Naive, None, 512),
+        (Attention::Naive, Some(2048), 512),
+        (Attention::Naive, Some(1024), 2048),
+        (Attention::Naive, Some(2000), 512),
     ] {
-        let eviction = budget.and_then(|tokens: u64| evicting(&tokens.to_string()));
-        let scenario = Scenario { attention, eviction, chunk: Some(chunk), ..on(&subject, "h100", context) };
+        let policy = format!("snapkv+chunks:tokens={chunk}");
+        let eviction = budget.map(|budget: usize| Eviction::of(&policy, Budget::Tokens(budget)).unwrap());
+        let scenario = Scenario { attention, eviction, chunk: Some(pass), ..on(&subject, "h100", context) };
         let [mut pairs, mut held] = [0u64; 2];
-        for _ in 0..context / chunk {
-            pairs += chunk * held + if attention == Attention::Tiled { chunk * chunk / 2 } else { chunk * chunk };
-            held = (held + chunk).min(budget.unwrap_or(context));
+        for read in (1..=context / pass).map(|passes| passes * pass) {
+            pairs += pass * held + if attention == Attention::Tiled { pass * pass / 2 } else { pass * pass };
+            held += pass;
+            // Back to the budget behind each chunk of the policy's, which may be of several passes.
+            if read % chunk == 0 {
+                held = held.min(budget.map_or(context, |budget| budget as u64));
+            }
         }
         let none = Scenario { context: 1, ..scenario.clone() };
         let flops = 989.4e12;
@@ -58,6 +55,30 @@ fn attention_of_a_prompt_is_that_of_its_passes() {
         };
         assert!((attention_s / by_hand - 1.0).abs() < 0.02, "{attention:?} {budget:?}: {attention_s} {by_hand}");
         assert!(times(&none).prefill_s < times(&scenario).prefill_s);
+    }
+}
+
+/// Whole pages and the index that they are chosen by; rows of keys without the channels that went.
+#[test]
+fn a_step_reads_what_a_policy_selects() {
+    let subject = subject("llama-3-8b");
+    let context = 32_768;
+    let (lists, row) = (32 * 8, 256);
+    for (policy, budget, of_list) in [
+        // 3276 tokens are 204 pages, of 2048 that have two rows each in the index.
+        ("quest", "0.1", 204 * 16 * 2 * row + 2048 * 2 * row),
+        ("quest", "1.0", context * 2 * row + 2048 * 2 * row),
+        ("think", "0.5", context * (row / 2 + row)),
+        ("think:ratio=0.25", "1.0", context * (row * 3 / 4 + row)),
+        // A policy that evicts behind the prompt leaves a step less to read.
+        ("snapkv", "512", 512 * 2 * row),
+    ] {
+        for (batch, concurrency, tensor_parallel, pipeline) in [(1, 1, 1, 1), (2, 8, 1, 1), (1, 4, 2, 2)] {
+            let plain = Scenario { batch, concurrency, tensor_parallel, pipeline, ..on(&subject, "h200", context) };
+            let eviction = Some(Eviction::of(policy, budget.parse().unwrap()).unwrap());
+            let read = times(&Scenario { eviction, ..plain.clone() }).decode_bytes - plain.read_bytes(concurrency);
+            assert_eq!(read, (concurrency * lists * of_list) as f64, "{policy}@{budget} of {concurrency}");
+        }
     }
 }
 

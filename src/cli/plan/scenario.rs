@@ -5,10 +5,11 @@ use crate::device::cuda::Device;
 use crate::memory::os;
 use crate::model::{BUILTIN, locate};
 use crate::planner::Subject;
+use crate::planner::eviction::Eviction;
 use crate::planner::kv::KvStore;
 use crate::planner::presets::{gpu, weight_format};
-use crate::planner::scenario::{Allocation, Attention, DEFAULT_OVERHEAD, Eviction, Logits, Memory, Scenario};
-use crate::policy::{Budget, Registry, Statistic};
+use crate::planner::scenario::{Allocation, Attention, Logits, Memory, Scenario};
+use crate::policy::{Budget, Statistic};
 use crate::units;
 use std::path::{Path, PathBuf};
 
@@ -268,7 +269,7 @@ impl ScenarioArgs {
             subject,
             weights: self.weights.as_deref().map(weight_format).transpose()?,
             memory,
-            overhead_bytes: self.overhead.or_else(|| self.taken()).unwrap_or(DEFAULT_OVERHEAD),
+            overhead_bytes: self.overhead.or_else(|| self.taken()),
             batch: self.batch,
             concurrency: self.concurrency.unwrap_or(1),
             context: self.context.unwrap_or(CONTEXT),
@@ -291,18 +292,12 @@ impl ScenarioArgs {
 
 /// A policy as the planner sees it.
 fn eviction(text: &str, budget: Budget) -> Result<Eviction, Failure> {
-    let policy = Registry::default().policy(text)?;
-    if policy.looks_at(Statistic::FutureAttention) {
+    let eviction = Eviction::of(text, budget)?;
+    if eviction.policy.looks_at(Statistic::FutureAttention) {
         return Err(Failure::usage(format!(
             "policy '{text}': it looks into the future, which a model has yet to write"
         )));
     }
-    unused(policy.keeps_all(), "--budget", &format!("the policy '{text}', which evicts nothing"))?;
-    Ok(Eviction {
-        policy: text.into(),
-        budget,
-        chunk_tokens: policy.schedule.chunk_tokens.map(|tokens| tokens as u64),
-        decoding: policy.schedule.decoding,
-        selects: policy.selection.is_some(),
-    })
+    unused(eviction.policy.keeps_all(), "--budget", &format!("the policy '{text}', which evicts nothing"))?;
+    Ok(eviction)
 }
