@@ -61,7 +61,7 @@ pub struct ScenarioArgs {
     /// Eviction policy (see `kvsieve list policies`)
     #[arg(long, value_name = "POLICY", requires = "budget")]
     policy: Option<String>,
-    /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes of all layers (64MiB)
+    /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes of all layers of a sequence (64MiB)
     #[arg(long, value_name = "BUDGET", requires = "policy")]
     budget: Option<String>,
     /// Cards that share each layer
