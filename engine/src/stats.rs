@@ -1,8 +1,9 @@
 //! Medians, shares, paired differences and ranks, with their uncertainty.
 //!
 //! Intervals are 95%. A share has Wilson's score interval, which has a width even where all samples agree. A paired
-//! difference of scores has the adjusted Wald interval of Agresti and Min (2005): two pseudo-samples, half of one a win and
-//! half a loss, keep its width above zero. Its p-value is that of a sign-flip test (Fisher; of zeros and ones McNemar's exact test),
+//! difference of scores that are right or wrong has the adjusted Wald interval of Agresti and Min (2005): two pseudo-samples, half of one
+//! a win and half a loss, keep its width above zero. Of scores in between, for which a whole win is far too much, it is Student's. Its
+//! p-value is that of a sign-flip test (Fisher; of zeros and ones McNemar's exact test),
 //! so that few samples cannot make it small. p-values of many comparisons are corrected by Holm's method. How sure a rank is
 //! says a bootstrap over samples, the same samples for all that are ranked.
 
@@ -131,22 +132,50 @@ pub fn difference(strata: &[Vec<f64>]) -> Option<Difference> {
     let alone: Vec<f64> = alone.into_iter().flatten().copied().collect();
     strata.extend((!alone.is_empty()).then_some(&alone));
     let (count, sum) = (all.len() as f64, all.iter().sum::<f64>());
-    // The two pseudo-samples are shared by the strata.
-    let more = 2.0 / strata.len() as f64;
-    let squares = |stratum: &&Vec<f64>| {
-        let squares = stratum.iter().map(|x| x * x).sum::<f64>();
-        squares - stratum.iter().sum::<f64>().powi(2) / (stratum.len() as f64 + more)
-    };
-    // Each stratum's mean takes a degree of freedom; that of one stratum Agresti and Min do not count.
-    let freedom = count + 3.0 - strata.len() as f64;
-    let variance = (strata.iter().map(squares).sum::<f64>() + 1.0) / freedom;
-    let (mean, centre, error) = (sum / count, sum / (count + 2.0), (variance / (count + 2.0)).sqrt());
-    let (low, high) = ((centre - Z * error).max(-1.0).min(mean), (centre + Z * error).min(1.0).max(mean));
+    let is_whole = all.iter().all(|x| [-1.0, 0.0, 1.0].contains(x));
+    let student = if is_whole { None } else { student_interval(&strata) };
+    let (low, high) = student.unwrap_or_else(|| adjusted_wald(&strata));
+    let mean = sum / count;
+    let (low, high) = (low.max(-1.0).min(mean), high.min(1.0).max(mean));
     let p = flipped_p(&all).unwrap_or_else(|| {
         let squares = all.iter().map(|x| x * x).sum::<f64>();
         erfc(sum.abs() / (2.0 * squares).sqrt())
     });
     Some(Difference { mean, low, high, p: p.min(1.0) })
+}
+
+/// The interval of Agresti and Min, for differences of -1, 0 and 1.
+fn adjusted_wald(strata: &[&Vec<f64>]) -> (f64, f64) {
+    let count = strata.iter().map(|stratum| stratum.len()).sum::<usize>() as f64;
+    // The two pseudo-samples are shared by the strata.
+    let more = 2.0 / strata.len() as f64;
+    let squares = strata.iter().map(|stratum| squares_around_mean(stratum, more)).sum::<f64>();
+    // Each stratum's mean takes a degree of freedom; that of one stratum Agresti and Min do not count.
+    let freedom = count + 3.0 - strata.len() as f64;
+    let error = ((squares + 1.0) / freedom / (count + 2.0)).sqrt();
+    let centre = strata.iter().copied().flatten().sum::<f64>() / (count + 2.0);
+    (centre - Z * error, centre + Z * error)
+}
+
+/// Student's interval of a mean over strata; `None` where nothing varies within them, which is no reason to be sure.
+fn student_interval(strata: &[&Vec<f64>]) -> Option<(f64, f64)> {
+    let count = strata.iter().map(|stratum| stratum.len()).sum::<usize>();
+    let freedom = (count - strata.len()) as f64;
+    let squares = strata.iter().map(|stratum| squares_around_mean(stratum, 0.0)).sum::<f64>();
+    // What is left of equal differences is rounding.
+    (freedom > 0.0 && squares > 1e-12).then_some(())?;
+    // Student's t of a normal deviate (Wallace 1959).
+    let deviate = Z / (1.0 - 1.0 / (4.0 * freedom));
+    let t = (freedom * (deviate * deviate / freedom).exp_m1()).sqrt();
+    let mean = strata.iter().copied().flatten().sum::<f64>() / count as f64;
+    let half = t * (squares / freedom / count as f64).sqrt();
+    Some((mean - half, mean + half))
+}
+
+/// Sum of squares around the mean of these and so many zeros `more`.
+fn squares_around_mean(values: &[f64], more: f64) -> f64 {
+    let squares = values.iter().map(|x| x * x).sum::<f64>();
+    squares - values.iter().sum::<f64>().powi(2) / (values.len() as f64 + more)
 }
 
 /// Most differences whose signs are flipped in every way; of more, sums of flipped signs are close enough to normal.
@@ -182,6 +211,13 @@ fn flipped_p(values: &[f64]) -> Option<f64> {
     let least = flipped(0).abs() * (1.0 - 1e-12);
     let as_far = |signs: &usize| flipped(*signs).abs() >= least;
     Some((0..ways).filter(as_far).count() as f64 / ways as f64)
+}
+
+/// Two-sided p-value of the exact rank-sum test (Wilcoxon, Mann and Whitney) of two samples of so many values, all of one below all of the
+/// other: two of the ways in which the ranks can fall.
+pub fn rank_sum_p(one: usize, other: usize) -> f64 {
+    let ways = (1..=one).fold(1.0, |ways, taken| ways * (other + taken) as f64 / taken as f64);
+    (2.0 / ways).min(1.0)
 }
 
 /// Mean of paired differences without bounds, with a bootstrap interval. Its p-value is that of an exact sign-flip test, of more samples
@@ -321,22 +357,45 @@ mod tests {
         assert!((mixed / erfc(22.5 / (2.0 * 18.75f64).sqrt()) - 1.0).abs() < 1e-9 && mixed < 1e-6, "{mixed}");
     }
 
-    /// Where two policies are equal, intervals of differences are wrong about one time in twenty, however many tasks there are.
+    /// A few points that hold in every sample are no matter of luck, and the interval is not that of whole wins.
+    #[test]
+    fn differences_of_scores_between_right_and_wrong_have_students_interval() {
+        // t of 4 degrees of freedom is 2.776, and the mean's error 0.01 * sqrt(2.5 / 5).
+        let found = difference(&[vec![0.04, 0.05, 0.06, 0.07, 0.08]]).unwrap();
+        let half = 2.776 * 0.01 * 0.5f64.sqrt();
+        assert!((found.mean - 0.06).abs() < 1e-12 && (found.high - found.low - 2.0 * half).abs() < 1e-3, "{found:?}");
+        let of_20: Vec<f64> = (0..20).map(|at| 0.05 + 0.01 * f64::from(at % 8)).collect();
+        let found = difference(std::slice::from_ref(&of_20)).unwrap();
+        assert!(found.low > 0.06 && found.high < 0.11 && found.p < 0.001, "{found:?}");
+        // What is the same in every sample has a width all the same, and so has a single one.
+        for same in [vec![0.3; 20], vec![0.3]] {
+            let found = difference(&[same]).unwrap();
+            assert!(found.low < 0.25 && found.high > 0.35, "{found:?}");
+        }
+        // Two tasks that are each alike differ in nothing but themselves.
+        let apart = difference(&[vec![0.1, 0.2, 0.15], vec![-0.2, -0.1, -0.15]]).unwrap();
+        assert!(apart.mean.abs() < 1e-12 && apart.high < 0.1, "{apart:?}");
+    }
+
+    /// Where two policies are equal, intervals of differences are wrong about one time in twenty, however many tasks there are and
+    /// whether or not answers can be partly right.
     #[test]
     fn intervals_of_several_tasks_hold_what_they_promise() {
         const DRAWS: usize = 4000;
-        for (tasks, samples) in [(1, 10), (4, 2), (4, 3), (8, 1), (8, 2), (20, 1), (20, 2), (4, 10)] {
+        let sizes = [(1, 10), (4, 2), (4, 3), (8, 1), (8, 2), (20, 1), (20, 2), (4, 10)];
+        for ((tasks, samples), parts) in sizes.into_iter().flat_map(|size| [(size, 1i32), (size, 4)]) {
             let mut rng = ChaCha8Rng::seed_from_u64(0);
             let (mut missed, mut sure) = (0, 0);
             for _ in 0..DRAWS {
-                let mut sample = || f64::from(i8::from(rng.random_bool(0.5)) - i8::from(rng.random_bool(0.5)));
+                let mut sample =
+                    || f64::from(rng.random_range(0..=parts) - rng.random_range(0..=parts)) / f64::from(parts);
                 let strata: Vec<Vec<f64>> = (0..tasks).map(|_| (0..samples).map(|_| sample()).collect()).collect();
                 let found = difference(&strata).unwrap();
                 missed += usize::from(found.low > 0.0 || found.high < 0.0);
                 sure += usize::from(found.p < 0.05);
             }
-            assert!(missed < DRAWS * 8 / 100, "{tasks} x {samples}: {missed} of {DRAWS} intervals");
-            assert!(sure < DRAWS * 6 / 100, "{tasks} x {samples}: {sure} of {DRAWS} p-values");
+            assert!(missed < DRAWS * 8 / 100, "{tasks} x {samples} in {parts}: {missed} of {DRAWS} intervals");
+            assert!(sure < DRAWS * 6 / 100, "{tasks} x {samples} in {parts}: {sure} of {DRAWS} p-values");
         }
     }
 
@@ -354,6 +413,14 @@ mod tests {
         let spread = (table.iter().map(|x| x * x).sum::<f64>() / 14.0).sqrt();
         table.iter_mut().for_each(|x| *x += 2.1448 * spread / 15f64.sqrt());
         assert!((unbounded_difference(&table).unwrap().p - 0.05).abs() < 1e-3);
+    }
+
+    #[test]
+    fn samples_that_lie_apart_are_as_sure_as_their_ranks() {
+        for (one, other, ways) in [(9, 3, 220.0), (3, 9, 220.0), (3, 3, 20.0), (4, 4, 70.0), (2, 1, 3.0)] {
+            assert!((rank_sum_p(one, other) - 2.0 / ways).abs() < 1e-12, "{one} {other}");
+        }
+        assert_eq!((rank_sum_p(1, 1), rank_sum_p(0, 4)), (1.0, 1.0));
     }
 
     #[test]

@@ -86,6 +86,14 @@ impl OtherWeights {
             OtherWeights::Model(name) => format!("of {name}"),
         }
     }
+
+    /// The same where it is clear that weights are meant: `in q4_0`, or a file without its folders.
+    pub fn short(&self) -> String {
+        match self {
+            OtherWeights::Format(_) => self.words(),
+            OtherWeights::Model(name) => name.rsplit('/').find(|part| !part.is_empty()).unwrap_or(name).to_string(),
+        }
+    }
 }
 
 impl fmt::Display for OtherWeights {

@@ -143,15 +143,23 @@ impl Chart {
         self.series.len() > MOST_CURVES && self.points().all(|point| point.y.is_some())
     }
 
-    /// The series of a single point whose places are that of this one's or nearly so, itself among them; nothing for a curve.
+    /// The series of a single point whose places are that of this one's or nearly so, itself among them, from left to right; nothing for
+    /// a curve.
     pub fn beside(&self, index: usize) -> Vec<usize> {
         let place = |at: usize| match self.series[at].points[..] {
             [Point { x, y: Some(y), .. }] if self.y.shows(y) => Some(x),
             _ => None,
         };
-        let Some(own) = place(index) else { return Vec::new() };
-        let is_beside = |at: &usize| place(*at).is_some_and(|x| (x - own).abs() <= ONE_PLACE * x.max(own));
-        (0..self.series.len()).filter(is_beside).collect()
+        let mut places: Vec<(f64, usize)> = (0..self.series.len()).filter_map(|at| Some((place(at)?, at))).collect();
+        places.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let groups = places.chunk_by(|(a, _), (b, _)| b - a <= ONE_PLACE * b);
+        let own = groups.into_iter().find(|group| group.iter().any(|(_, at)| *at == index));
+        own.unwrap_or_default().iter().map(|(_, at)| *at).collect()
+    }
+
+    /// Whether some points stand side by side in one plot.
+    pub fn has_beside(&self) -> bool {
+        !self.is_split() && (0..self.series.len()).any(|index| self.beside(index).len() > 1)
     }
 
     /// Every value that the horizontal axis must hold.

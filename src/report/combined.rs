@@ -5,13 +5,13 @@
 //! so that all are on one scale. Bytes are those of the arena: weights as they are kept, and the whole pages that stay of a
 //! context.
 
+use super::origin::{is_another_model, origin, weights, weights_bytes};
 use super::palette;
 use super::pools::Pool;
 use super::table::Table;
 use super::text;
 use crate::experiment::answers::Estimate;
 use crate::experiment::weights::OtherWeights;
-use crate::memory::Label;
 use crate::stats::{quantile, unbounded_difference};
 use crate::units;
 
@@ -38,7 +38,7 @@ pub struct Spent<'a> {
 /// What is saved by.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Saved {
-    /// Fewer bits of the weights than the widest that are compared have.
+    /// Fewer bits of the weights than those that losses are from have.
     weights: bool,
     /// Fewer bits of keys and values.
     format: bool,
@@ -58,10 +58,6 @@ impl Spent<'_> {
     }
 }
 
-fn weights<'a>(pool: &'a Pool<'_>) -> Option<&'a OtherWeights> {
-    pool.records[0].cell.weights.as_ref()
-}
-
 fn is_plain(pool: &Pool) -> bool {
     pool.records[0].cell.kv_format.is_none()
 }
@@ -72,30 +68,19 @@ fn is_unrounded(pool: &Pool, pools: &[Pool]) -> bool {
     unrounded(pool) || !pools.iter().any(unrounded)
 }
 
-/// Bytes of a pool's weights.
-pub fn weights_bytes(pool: &Pool) -> u64 {
-    let memory = pool.records[0].memory.as_ref();
-    memory.and_then(|memory| memory.peak_by_label.get(&Label::Weights)).copied().unwrap_or(0)
-}
-
-/// The weights that take the most bytes: the others save something.
-fn widest<'a>(pools: &'a [Pool<'_>]) -> Option<&'a OtherWeights> {
-    pools.iter().max_by_key(|pool| weights_bytes(pool)).and_then(weights)
-}
-
-/// Whether policies are compared in the formats of this pool: in the widest weights, with activations as they are and in plain
-/// elements where there are such. The same comparison for every format would hide what it says.
+/// Whether policies are compared in the formats of this pool: in the weights that losses are from or another model's, with
+/// activations as they are and in plain elements where there are such. The same comparison for every format would hide what it says.
 pub fn is_compared(pool: &Pool, pools: &[Pool]) -> bool {
-    let is_compared = weights(pool) == widest(pools) && is_unrounded(pool, pools);
-    is_compared && (is_plain(pool) || !pools.iter().any(is_plain))
+    let is_whole = weights(pool) == origin(pools) || is_another_model(pool, pools);
+    is_whole && is_unrounded(pool, pools) && (is_plain(pool) || !pools.iter().any(is_plain))
 }
 
-/// What each pool spends and loses. Oracles know the future and are left out.
+/// What each pool spends and loses. Oracles know the future and are left out, and so are other models, which save nothing.
 fn spent<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
-    let widest = widest(pools);
+    let origin = origin(pools);
     let one = |pool: &'a Pool<'a>| {
         let saved = Saved {
-            weights: weights(pool) != widest,
+            weights: weights(pool) != origin,
             format: !is_plain(pool),
             policy: !palette::is_baseline(pool.policy),
         };
@@ -103,11 +88,12 @@ fn spent<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
         let whole_bytes = weights_bytes(pool) as f64 + pool.mean(|answers| answers.kv_bytes_live as f64);
         Some(Spent { pool, bytes_per_token, whole_bytes, kl_nats: pool.kl_nats()?, saved })
     };
-    let compared = |pool: &&Pool| !palette::is_oracle(pool.policy) && is_unrounded(pool, pools);
+    let compared =
+        |pool: &&Pool| !palette::is_oracle(pool.policy) && is_unrounded(pool, pools) && !is_another_model(pool, pools);
     pools.iter().filter(compared).filter_map(one).collect()
 }
 
-/// What is spent on the cache, with the widest weights; nothing where all keep keys and values in one format.
+/// What is spent on the cache, with the weights that losses are from; nothing where all keep keys and values in one format.
 pub fn of_cache<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
     let mut spent = spent(pools);
     spent.retain(|one| !one.saved.weights);
@@ -166,7 +152,7 @@ pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
         kind: &of_whole,
         kinds: ["weights", "cache", "both"],
         parts: WHOLE_PARTS,
-        full: "the widest weights and the full cache of plain elements",
+        full: "the weights that losses are from and the full cache of plain elements",
         spent: whole,
     };
     [cache, whole].iter().filter_map(Least::table).collect()
@@ -246,13 +232,22 @@ pub fn findings(pools: &[Pool], protocol: &str) -> Vec<String> {
         let Added { mut ratios, more, less } = added;
         ratios.sort_by(f64::total_cmp);
         let (least, most) = (ratios.first()?, ratios.last()?);
-        Some(format!(
-            "eval{protocol}: {what} together have {least:.2} to {most:.2} times the KL that both have alone, added up \
-             (median {:.2}, {} pairs); beyond the 95% interval of the paired samples it is more in {more} and less in \
-             {less}.",
-            quantile(&ratios, 0.5),
-            ratios.len(),
-        ))
+        let beyond = "beyond the 95% interval of the paired samples";
+        Some(match ratios.len() {
+            1 => {
+                let sure = match (more, less) {
+                    (1, _) => format!("more, {beyond}"),
+                    (_, 1) => format!("less, {beyond}"),
+                    _ => "within the 95% interval of the paired samples".into(),
+                };
+                format!("eval{protocol}: {what} together have {least:.2} times the KL that both have alone, added up (1 pair; {sure}).")
+            }
+            pairs => format!(
+                "eval{protocol}: {what} together have {least:.2} to {most:.2} times the KL that both have alone, added up \
+                 (median {:.2}, {pairs} pairs); {beyond} it is more in {more} and less in {less}.",
+                quantile(&ratios, 0.5),
+            ),
+        })
     });
     sentences.collect()
 }
@@ -343,5 +338,31 @@ mod tests {
         assert!(whole.contains("1.00 to 1.00 times") && whole.contains("22 pairs"), "{whole}");
         let compared = pools.iter().filter(|pool| is_compared(pool, &pools));
         assert!(compared.clone().count() > 0 && compared.clone().all(|pool| !pool.apart().contains("q8_0")));
+    }
+
+    /// A model with adapters merged into it takes more bytes than the file that divergences are from: it saves nothing, and is ranked.
+    #[test]
+    fn another_model_saves_nothing_and_is_ranked_beside_the_files_own() {
+        let run = samples::hybrid();
+        let in_weights = |from: &str, weights: Option<&str>| -> Vec<Record> {
+            let plain = |record: &&Record| record.cell.weights == from.parse().ok() && record.cell.kv_format.is_none();
+            let own = |cell: &mut crate::experiment::cell::Cell| {
+                cell.weights = weights.map(|text| text.parse().expect("weights"));
+                cell.weights_hash = weights.map(String::from);
+            };
+            run.records.iter().filter(plain).map(|record| samples::with_cell(record.clone(), own)).collect()
+        };
+        let records = [in_weights("q4_0", None), in_weights("bf16", Some("models/adapted"))].concat();
+        let records: Vec<&Record> = records.iter().collect();
+        let (pools, _) = pools(&records);
+        assert!(tables(&pools, "").is_empty() && findings(&pools, "").is_empty());
+        let ranked = crate::report::comparison::ranked(&pools);
+        for ranked in &ranked {
+            let (own, other): (Vec<_>, Vec<_>) = ranked.iter().partition(|one| one.pool.apart().is_empty());
+            assert!(!own.is_empty() && own.len() == other.len(), "{:?}", pools[0].setting);
+            assert!(ranked.iter().all(|one| is_compared(one.pool, &pools)));
+            let floor = crate::report::comparison::floor(ranked).map(|at| ranked[at].pool.name.as_str());
+            assert!(floor.is_none_or(|name| name == "random"), "{floor:?}");
+        }
     }
 }

@@ -9,6 +9,7 @@
 
 use super::ReportError;
 use super::combined;
+use super::origin::weights;
 use super::palette;
 use super::pools::Pool;
 use super::table::Table;
@@ -55,9 +56,11 @@ pub fn question(pool: &Pool) -> String {
     if pool.is_memory() { "memories".into() } else { format!("budget {}", pool.budget) }
 }
 
-/// The one that every other has to be better than: random eviction, or the window alone.
+/// The one that every other has to be better than: random eviction, or the window alone; with the model's own weights where another
+/// model is compared too.
 pub fn floor(ranked: &[Ranked]) -> Option<usize> {
-    ranked.iter().position(|ranked| [RANDOM, WINDOW_ALONE].contains(&ranked.pool.policy))
+    let floors = (0..ranked.len()).filter(|&at| [RANDOM, WINDOW_ALONE].contains(&ranked[at].pool.policy));
+    floors.min_by_key(|&at| weights(ranked[at].pool).is_some())
 }
 
 /// What [`floor`] is among those that are compared with a pool.
@@ -159,7 +162,8 @@ fn compared(
 /// A table for each budget of a protocol.
 pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
     const WORDS: &str = "vs: difference with its 95% interval, paired by sample · *: p < 0.05, corrected for all pairs of \
-                         the budget (Holm) · among best: fraction of resamples in which none is better";
+                         the budget (Holm), and the interval leaves 0 out · among best: fraction of resamples in which none \
+                         is better";
     const OF_MEMORIES: &str = "vs window: beside transformer-xl:slots=1, of a text in percent of its perplexity";
     let all = ranked(pools);
     let mut tables: Vec<Table> = all
@@ -185,7 +189,7 @@ pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
 }
 
 /// What sets all of a budget apart from those of another setting; the file of a single policy does not.
-fn apart<'a>(ranked: &[Ranked<'a>]) -> &'a str {
+pub fn apart<'a>(ranked: &[Ranked<'a>]) -> &'a str {
     let first = ranked[0].pool.apart();
     if ranked.iter().all(|ranked| ranked.pool.apart() == first) { first } else { "" }
 }

@@ -4,12 +4,15 @@
 
 use super::naming::{HEADS, KERNEL, Naming};
 use super::noise::{self, Measured};
-use super::{baseline, knobs, leaderboard, palette, serving, text};
+use super::{baseline, growth, knobs, leaderboard, palette, serving, text};
 use crate::experiment::cell::Cell;
 use crate::experiment::measure::{Choice, Measure};
 use crate::experiment::record::{Drift, Record, Status};
 use crate::units;
 use std::collections::BTreeMap;
+
+/// Shares of bytes less far apart than this, as a factor, are one.
+const NEAR: f64 = 1.25;
 
 /// Sentences about `records`; each stands on numbers of cells that are `ok`, or on predictions of those that ran out of
 /// memory. Warnings of wide intervals are the last.
@@ -77,18 +80,19 @@ fn kernels(records: &[&Record], measure: Measure) -> Option<String> {
         Some(saved) if saved <= 0.95 => format!(", at a peak {} higher", text::times(1.0 / saved)),
         _ => String::new(),
     };
-    let time = |record: &Record| Some(Measured::time(record.cell.kernel.clone(), text::main_phase(record)?));
-    let (own, other) = (time(best)?, time(theirs)?);
+    let phases = (text::main_phase(best)?, text::main_phase(theirs)?);
+    let time = |record: &Record, phase| Measured::time(record.cell.kernel.clone(), phase);
+    let (own, other) = (time(best, phases.0), time(theirs, phases.1));
     let words = |measured: &Measured| measured.words(units::nanoseconds);
-    let what = match own.differs(&other) {
-        true => {
-            format!("{} takes {} of the time of {}{memory}", words(&own), text::percent(1.0 / speed), words(&other))
-        }
-        false => {
-            let samples = own.count.min(other.count);
-            let memory = memory.replacen(", at", &format!("; `{}` runs at", own.name), 1);
-            format!("the time is {}{memory}", noise::undecided(vec![words(&own), words(&other)], samples))
-        }
+    let of_ranks = noise::apart(phases.0, phases.1);
+    let what = if own.differs(&other) || of_ranks == Some(true) {
+        format!("{} takes {} of the time of {}{memory}", words(&own), text::percent(1.0 / speed), words(&other))
+    } else {
+        let samples = own.count.min(other.count);
+        let memory = memory.replacen(", at", &format!("; `{}` runs at", own.name), 1);
+        let few =
+            if of_ranks.is_some() { "; their ranges do not meet, but samples are too few to be sure" } else { "" };
+        format!("the time is {}{few}{memory}", noise::undecided(vec![words(&own), words(&other)], samples))
     };
     Some(format!(
         "{} at a context of {} ({} heads, {}{of_seeds}): {what}.",
@@ -129,6 +133,9 @@ fn policies(records: &[&Record]) -> Vec<String> {
         let draws = policies.values().map(Vec::len).min().unwrap_or(0);
         let mut rivals: Vec<(Measured, &Record)> = policies.into_iter().map(over_seeds).collect();
         rivals.sort_by(|(a, _), (b, _)| a.value.total_cmp(&b.value));
+        let all: Vec<&Record> = rivals.iter().map(|(_, record)| *record).collect();
+        let is_grown = |(_, record): &(Measured, &Record)| growth::outgrows(record, all.iter().copied());
+        let (grown, rivals): (Vec<_>, Vec<_>) = rivals.into_iter().partition(is_grown);
         let tight = rivals.iter().filter(|(_, record)| text::is_only_protected(record));
         let tight: Vec<String> = tight.map(|(measured, _)| measured.name.clone()).collect();
         let (best, record) = rivals.first()?;
@@ -151,7 +158,17 @@ fn policies(records: &[&Record]) -> Vec<String> {
         };
         let context = units::tokens(record.cell.context_tokens);
         let draw = if draws == 1 { ", one draw of the inputs" } else { "" };
-        Some(format!("evict at a context of {context}, budget {budget}{draw}: {what}.{}", text::only_protected(&tight)))
+        let held = |rival: &(Measured, &Record)| {
+            let share = end_share(rival.1, records)?;
+            Some(format!("{}, {} of the KV bytes of `full`", words(rival), text::percent(share)))
+        };
+        let apart = grown.iter().filter_map(held).collect::<Vec<_>>().join("; ");
+        let apart = match apart.is_empty() {
+            true => apart,
+            false => format!(" Not ranked beside them, since more than twice as much stays in the end: {apart}."),
+        };
+        let tight = text::only_protected(&tight);
+        Some(format!("evict at a context of {context}, budget {budget}{draw}: {what}.{apart}{tight}"))
     };
     seeds.into_iter().filter_map(sentence).collect()
 }
@@ -170,13 +187,29 @@ fn over_seeds<'r>((name, mut cells): (String, Vec<(&'r Drift, &'r Record)>)) -> 
 /// What a policy's cell takes of what the full cache takes: bytes and, where that is sure, time.
 fn needs(record: &Record, records: &[&Record]) -> Option<String> {
     let eviction = record.eviction.as_ref()?;
-    let bytes = text::percent(eviction.kv_bytes_live as f64 / eviction.kv_bytes_dense as f64);
+    let share = eviction.kv_bytes_live as f64 / eviction.kv_bytes_dense as f64;
     let time = |record: &Record| Some(Measured::time(String::new(), text::main_phase(record)?));
     let full = baseline::of(record, records).and_then(time);
-    // Where other policies take another time for the same bytes, it is not this one that the time is of.
-    let is_unequal =
-        noise::unequal(records).iter().any(|(_, differ)| differ.iter().any(|other| other.cell == record.cell));
+    // Where policies take several times for the same bytes, none of these is the time of the bytes.
+    let is_unequal = noise::is_among_unequal(record, records);
     let time = time(record).zip(full).filter(|(own, full)| !is_unequal && own.differs(full));
     let time = time.map(|(own, full)| format!(" and {} of the decode time", text::percent(own.value / full.value)));
-    Some(format!("{bytes} of the KV bytes{} of `full`", time.unwrap_or_default()))
+    let (bytes, time) = (text::percent(share), time.unwrap_or_default());
+    // Where many tokens are decoded, what stays of the context is not what is held.
+    let end = end_share(record, records).filter(|end| !(1.0 / NEAR..=NEAR).contains(&(end / share)));
+    Some(match end {
+        Some(end) => {
+            format!(
+                "{bytes} of the KV bytes behind prefill, {} of those at the end{time} of `full`",
+                text::percent(end)
+            )
+        }
+        None => format!("{bytes} of the KV bytes{time} of `full`"),
+    })
+}
+
+/// KV bytes at the end of decoding, of those that the full cache has then.
+fn end_share(record: &Record, records: &[&Record]) -> Option<f64> {
+    let full = growth::end_bytes(baseline::of(record, records)?)?;
+    Some(growth::end_bytes(record)? as f64 / full as f64)
 }

@@ -48,7 +48,8 @@ fn rendered(runs: &[Value], redraw: &str) -> Result<String, ReportError> {
 pub fn summary(sections: &[(&Run, Vec<Figure>)]) -> String {
     let section = |(run, figures): &(&Run, Vec<Figure>)| {
         let findings = said(run, findings::of(&latest(&run.records))).map(|finding| format!("- {finding}\n"));
-        let pictures = figures.iter().map(|figure| format!("![{}]({}.svg)\n\n", figure.title, figure.stem));
+        let pictures =
+            figures.iter().map(|figure| format!("![{}]({}.svg)\n\n{}\n\n", figure.title, figure.stem, figure.caption));
         format!(
             "# {}\n\n{}\n\nRun `{}`: {}. Again: `{}`\n\n{}\n{}\n{}",
             run.experiment,

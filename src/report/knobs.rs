@@ -185,7 +185,8 @@ fn finding(ranking: &Ranking) -> String {
     let behind = random.map_or(String::new(), |random| {
         let is_behind = |policy: &&Ranked| policy.ranks.iter().zip(&random.ranks).any(|(own, random)| own > random);
         let behind = ranking.policies.iter().filter(is_behind).count();
-        format!(" {behind} of them have more drift than `random` under at least one.")
+        let have = if behind == 1 { "has" } else { "have" };
+        format!(" {behind} of them {have} more drift than `random` under at least one.")
     });
     let left_out = ranking.left_out.as_ref().map_or(String::new(), |words| format!(" {words}."));
     format!(
@@ -237,7 +238,7 @@ mod tests {
         assert_eq!(table.rows[2], ["a", "2", "1", "3", "1 of 2", OWN, "hinted 0.0"]);
         let said = &findings(&records)[0];
         assert!(said.contains("always among the first 1: none"), "{said}");
-        assert!(said.contains("widest range is that of `a` (1 to 3)") && said.contains("1 of them"), "{said}");
+        assert!(said.contains("widest range is that of `a` (1 to 3)") && said.contains("1 of them has"), "{said}");
         let left_out = "left out, without a drift under a setting that others have: `c` (hinted 0.0)";
         assert!(said.ends_with(&format!(" {left_out}.")) && table.notes[1] == left_out, "{said} {:?}", table.notes);
         // What is drawn elsewhere is the own setting.

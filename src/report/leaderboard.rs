@@ -4,6 +4,7 @@
 use super::ReportError;
 use super::combined;
 use super::comparison::{self, Pair, Ranked};
+use super::naming::{SEED, TASK};
 use super::noise::{self, Measured};
 use super::palette;
 use super::pools::{Pool, answers, full_score, is_ranked, is_text, left_out, pools};
@@ -12,7 +13,7 @@ use super::text::{self, NOTHING};
 use crate::eval::Protocol;
 use crate::experiment::record::Record;
 use crate::units;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Cells with answers by their protocol, those of texts apart: those of one are not compared with those of another.
 fn by_protocol<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
@@ -184,15 +185,36 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
     };
     let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
     let full = pools.iter().find(is_full).and_then(Pool::score).map(|full| ("full cache", full.mean));
-    let floor = comparison::floor(budget).map(|at| (comparison::floor_name(first.pool), budget[at].value.mean));
+    // What stands in the sentence already is not said again.
+    let floor = comparison::floor(budget).filter(|&at| !what.contains(&format!("`{}`", budget[at].pool.name)));
+    let floor = floor.map(|at| (comparison::floor_name(first.pool), budget[at].value.mean));
     let beside = floor.into_iter().chain(full).map(|(name, value)| format!("{name} {}", write(value)));
     let beside = beside.collect::<Vec<_>>().join(", ");
     let tight = budget.iter().filter(|ranked| ranked.pool.only_protected()).map(|ranked| ranked.pool.name.clone());
+    let apart = comparison::apart(budget);
     Some(format!(
-        "eval{protocol}, {}, {samples} samples{}: {what}{}{beside}.{}",
+        "eval at a context of {}{protocol}, {}{}, {}{}: {what}{}{beside}.{}",
+        units::tokens(first.pool.records[0].cell.context_tokens),
         comparison::question(first.pool),
+        if apart.is_empty() { String::new() } else { format!(", with{apart}") },
+        asked(first.pool),
         if is_scored { "" } else { ", KL in nats a token" },
         if beside.is_empty() { "" } else { "; " },
         text::only_protected(&tight.collect::<Vec<_>>()),
     ))
+}
+
+/// How many samples stand behind a pool's numbers: `20 samples`, or `10 samples of each of 3 tasks (30)`.
+fn asked(pool: &Pool) -> String {
+    let (least, all) = (pool.samples(), pool.all_samples());
+    let of =
+        |read: fn(&Record) -> String| pool.records.iter().map(|record| read(record)).collect::<BTreeSet<_>>().len();
+    let (tasks, seeds) = (of(TASK), of(SEED));
+    let each = match (tasks, seeds) {
+        _ if !pool.is_scored() || least == all => return units::counted(all as u64, "sample"),
+        (tasks, 1) => format!("{tasks} tasks"),
+        (1, seeds) => format!("{seeds} seeds"),
+        (tasks, seeds) => format!("{tasks} tasks and {seeds} seeds"),
+    };
+    format!("{} of each of {each} ({all})", units::counted(least as u64, "sample"))
 }

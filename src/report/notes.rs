@@ -20,8 +20,7 @@ pub fn add(picture: &mut Picture, records: &[&Record], is_synthetic: bool) {
     let mut notes = text::only_protected(&Vec::from_iter(tight));
     if let Picture::Curves(chart) = picture {
         notes += &identical(chart);
-        let shown = chart.shown();
-        if !shown.is_split() && (0..shown.series.len()).any(|index| shown.beside(index).len() > 1) {
+        if chart.shown().has_beside() {
             notes += " Points of one place on the axis stand side by side.";
         }
         let shows_times_of_bytes = chart.x.field == "kv_bytes_live" && chart.y.field == "median_ns";

@@ -148,7 +148,9 @@ fn at<'n>(name: &str, first: &[&'n str], all: impl Iterator<Item = &'n str>) -> 
 /// policy, which share its colour: every other one is dashed, each two are darker or lighter than those before.
 pub fn style(name: &str, place: usize, variant: usize) -> Style {
     if is_baseline(name) {
-        let marker = if variant == 0 { Marker::Circle } else { MARKERS[(variant - 1) % MARKERS.len()] };
+        // What kernels are compared with may stand beside what policies are.
+        let own = if stem(name) == "naive" { Marker::Square } else { Marker::Circle };
+        let marker = if variant == 0 { own } else { MARKERS[(variant - 1) % MARKERS.len()] };
         return Style { colour: Colour::BLACK, marker, dashed: variant > 0 };
     }
     if is_oracle(name) {

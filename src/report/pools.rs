@@ -4,6 +4,7 @@
 //! pairs. Tasks that the model cannot do with its full cache rank nobody.
 
 use super::naming::{CONTEXT, HEADS, KERNEL, Naming, SAMPLES};
+use super::origin::is_another_model;
 use super::{noise, text};
 use crate::experiment::answers::{Answers, Estimate};
 use crate::experiment::cell::Cell;
@@ -101,8 +102,14 @@ fn grouped<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
             (format!("{policy}{}", naming.apart(record)), record.cell.budget.clone().unwrap_or_default());
         match pools.iter_mut().find(|pool| pool.name == name && pool.budget == budget) {
             Some(pool) => pool.records.push(record),
-            None => pools.push(Pool { name, policy, budget, setting: setting(record), records: vec![record] }),
+            None => pools.push(Pool { name, policy, budget, setting: setting(&record.cell), records: vec![record] }),
         }
+    }
+    // Another model's answers are compared with those of the model that its divergences are from.
+    let is_other: Vec<bool> = pools.iter().map(|pool| is_another_model(pool, &pools)).collect();
+    for (pool, _) in pools.iter_mut().zip(is_other).filter(|(_, is_other)| *is_other) {
+        let cell = pool.records[0].cell.clone();
+        pool.setting = setting(&Cell { weights: None, weights_hash: None, ..cell });
     }
     // Samples are compared in pairs: tasks and seeds stand in one order everywhere.
     for pool in &mut pools {
@@ -132,10 +139,9 @@ fn asked(record: &Record) -> AskedOf<'_> {
 }
 
 /// Hash of what the cells of a comparison have in common besides their tasks and seeds. Policies are ranked in one format of each.
-fn setting(record: &Record) -> String {
-    let cell = record.cell.without_choice();
-    let Cell { kv_format, weights, weights_hash, activations, .. } = record.cell.clone();
-    let cell = Cell { kv_format, weights, weights_hash, activations, ..cell };
+fn setting(cell: &Cell) -> String {
+    let Cell { kv_format, weights, weights_hash, activations, .. } = cell.clone();
+    let cell = Cell { kv_format, weights, weights_hash, activations, ..cell.without_choice() };
     Cell { task: None, text: None, seed: 0, workload_hash: String::new(), ..cell }.id()
 }
 

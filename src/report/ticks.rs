@@ -44,6 +44,14 @@ impl Quantity {
 }
 
 impl Axis {
+    /// What stands beside the axis: its label, and where its scale is a logarithm that it is.
+    pub fn words(&self) -> String {
+        match self.quantity.scale() {
+            Scale::Log2 | Scale::Log10 => format!("{} · log", self.label),
+            Scale::Unit | Scale::Linear => self.label.clone(),
+        }
+    }
+
     /// The span that holds every one of `values` that the axis can show, with a margin; `None` when there is none.
     pub fn span(&self, values: impl Iterator<Item = f64>) -> Option<Span> {
         let scale = self.quantity.scale();

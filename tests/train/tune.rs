@@ -45,7 +45,7 @@ fn train(settings: &Settings, out: &Path, resume: bool, stop_after: Option<usize
     let cpu = Cpu::new(Some(2)).unwrap();
     let options = Options { out: out.into(), resume, stop_after, limit_bytes: 4 << 30, environment: Value::Null };
     let mut lines = Vec::new();
-    tune::run(settings, &cpu, &options, &mut |line| lines.push(line.clone())).map(|()| lines)
+    tune::run(settings, &cpu, &options, &mut |line| lines.push(line.clone())).map(|_| lines)
 }
 
 fn record(out: &Path) -> Value {
@@ -96,6 +96,30 @@ fn every_method_goes_on_with_the_same_bits_and_learns() {
     assert!(error.contains("it is of another recipe"), "{error}");
     assert!(matches!(train(&lora, &out, false, None), Err(TrainError::Taken(_))));
     assert!(matches!(train(&lora, &folder.path().join("new"), true, None), Err(TrainError::Nothing(_))));
+}
+
+/// What a folder holds is rounded, and small steps may vanish in it.
+#[test]
+fn the_loss_of_the_folder_is_that_of_its_rounded_numbers() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = settings(text(folder.path()));
+    for (name, weights, qat) in
+        [("f32", DType::F32, None), ("bf16", DType::Bf16, None), ("qat", DType::F32, Some("q8_0"))]
+    {
+        let full = Settings { method: Method::Full, adapters: None, learning_rate: 1e-4, weights, ..base.clone() };
+        let full = Settings { qat: qat.map(String::from), ..full };
+        let out = folder.path().join(name);
+        train(&full, &out, false, None).unwrap();
+        let again = Settings { model: out.clone(), steps: 1, ..full };
+        let lines = train(&again, &folder.path().join(format!("{name}-again")), false, None).unwrap();
+        let Line::HeldOut { step: 0, loss, .. } = lines[0] else { panic!("{:?}", lines[0]) };
+        let record = record(&out);
+        assert_eq!(record["held_out_loss_of_folder"].as_f64(), Some(loss), "{name}: {record}");
+        assert_ne!(record["held_out_loss_after"], record["held_out_loss_of_folder"], "{name}");
+    }
+    // Adapters are written as they are.
+    train(&base, &folder.path().join("lora"), false, None).unwrap();
+    assert!(record(&folder.path().join("lora"))["held_out_loss_of_folder"].is_null());
 }
 
 #[test]

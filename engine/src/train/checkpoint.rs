@@ -71,6 +71,12 @@ fn record_of(folder: &Path) -> Value {
     record.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
 }
 
+/// Settings as a record has them: by their text, in which an f32 of 0.003 is 0.003.
+pub(super) fn as_written(settings: &impl Serialize) -> Value {
+    let text = serde_json::to_string(settings).expect("settings are plain data");
+    serde_json::from_str(&text).expect("written a line above")
+}
+
 /// What a run is known by: all that decides what it does, as JSON.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Identity(Value);
@@ -78,9 +84,7 @@ pub(super) struct Identity(Value);
 impl Identity {
     /// Of settings, the model that a run starts from and the text that it reads, as they are now.
     pub fn new(settings: &impl Serialize, model: Option<&str>, text: Option<&Path>) -> Self {
-        // By its text, in which an f32 of 0.003 is 0.003.
-        let settings = serde_json::to_string(settings).expect("settings are plain data");
-        let settings: Value = serde_json::from_str(&settings).expect("written a line above");
+        let settings = as_written(settings);
         let text = text.and_then(|path| std::fs::read(path).ok()).map(|bytes| short_hash(&bytes));
         Identity(json!({"settings": settings, "contents of the model": model, "contents of the text": text}))
     }

@@ -14,7 +14,7 @@ pub use settings::Settings;
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{Array, Identity, Progress};
+use super::checkpoint::{Array, Identity, Progress, as_written};
 use super::data::Data;
 use super::error::{GRADIENT_NORM, HELD_OUT_LOSS};
 use super::gates::{Gates, Mode, OFFSET, SCALE, TAU};
@@ -151,7 +151,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let Some(progress) = run.steps(&mut dms, settings.steps, watch)? else { return Ok(()) };
     let record = json!({
         "method": settings.method(),
-        "settings": settings,
+        "settings": as_written(settings),
         "base_model": base,
         "scale": SCALE,
         "offset": OFFSET,
@@ -160,7 +160,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "recompute": recompute,
         "held_out": log::last(folder, |line| matches!(line, Line::HeldOutGates { .. }))?,
     });
-    run.record(&progress, &arena.usage().peak, record)
+    run.record(&progress, &arena.usage(), record)
 }
 
 impl Method for Dms<'_> {

@@ -9,7 +9,7 @@
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{Array, Identity, Progress};
+use super::checkpoint::{Array, Identity, Progress, as_written};
 use super::data::Data;
 use super::head_gates::HeadGates;
 use super::log::{self, Line};
@@ -165,13 +165,13 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let Some(progress) = run.steps(&mut duo, settings.steps, watch)? else { return Ok(()) };
     let record = json!({
         "method": "duo",
-        "settings": settings,
+        "settings": as_written(settings),
         "base_model": base,
         "trained_parameters": HeadGates::count(config),
         "recompute": recompute,
         "held_out": log::last(folder, |line| matches!(line, Line::HeldOutHeads { .. }))?,
     });
-    run.record(&progress, &arena.usage().peak, record)
+    run.record(&progress, &arena.usage(), record)
 }
 
 fn misfit(reason: String) -> TrainError {

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 /// Numbers that are rounded at a time.
-const PIECE: usize = 1 << 16;
+pub(super) const PIECE: usize = 1 << 16;
 
 /// Writes the folder's files, each whole or not at all; `files` are names and contents of what stands beside the weights, which
 /// `weights` gives piece by piece.

@@ -13,7 +13,7 @@ mod samples;
 
 use self::mlp::Mlp;
 use self::samples::Samples;
-use super::checkpoint::{Array, Identity, Progress};
+use super::checkpoint::{Array, Identity, Progress, as_written};
 use super::gate_functions;
 use super::log::{Line, Log};
 use super::method::{Method, Run, Since, Step, Tell};
@@ -205,7 +205,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     }
     let record = json!({
         "method": "kvzap",
-        "settings": settings,
+        "settings": as_written(settings),
         "base_model": model.fingerprint,
         "teacher": TEACHER,
         "ridge": RIDGE,
@@ -214,7 +214,7 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "held_out_explained_linear": of_linear,
         "held_out_explained_by_layer": judged.chunks(heads).map(mean).collect::<Vec<_>>(),
     });
-    run.record(&progress, &arena.usage().peak, record)?;
+    run.record(&progress, &arena.usage(), record)?;
     kvzap.kept.iter().filter(|_| is_last).for_each(Samples::remove);
     Ok(())
 }

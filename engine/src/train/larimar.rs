@@ -11,7 +11,7 @@ mod fit;
 
 use super::activations::{Extents, Recompute};
 use super::adamw::{AdamW, Constants};
-use super::checkpoint::{Array, Identity, Progress};
+use super::checkpoint::{Array, Identity, Progress, as_written};
 use super::fine_tuned::{FineTuned, fine_tune};
 use super::holder::Whole;
 use super::log::Line;
@@ -181,7 +181,7 @@ pub fn run(
     let fine_tuned = fine_tune((weights, &parameters), &tuned_in(encoder)?, cpu, options.limit_bytes)?;
     let record = json!({
         "method": "larimar",
-        "settings": settings,
+        "settings": as_written(settings),
         "base_model": base,
         "layer": maps.layer,
         "threshold": maps.threshold,
@@ -191,7 +191,7 @@ pub fn run(
         "answers": found,
         "fine_tuned": fine_tuned,
     });
-    run.record(&progress, &of_training.usage().peak, record)?;
+    run.record(&progress, &of_training.usage(), record)?;
     Ok(Some((found, fine_tuned)))
 }
 

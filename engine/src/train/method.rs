@@ -7,7 +7,7 @@ use super::error::{GRADIENT_NORM, LOSS};
 use super::export;
 use super::log::{Line, Log};
 use super::run::{Options, RECORD, TrainError};
-use crate::memory::LabelBytes;
+use crate::memory::Usage;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Instant;
@@ -201,13 +201,14 @@ impl<'a> Run<'a> {
     ///
     /// # Errors
     /// When it cannot be written.
-    pub fn record(&self, progress: &Progress, peak_bytes: &LabelBytes, mut record: Value) -> Done {
+    pub fn record(&self, progress: &Progress, usage: &Usage, mut record: Value) -> Done {
         let Progress { step, tokens, seconds, .. } = *progress;
         let common = json!({
             "steps": step,
             "tokens": tokens,
             "seconds": seconds,
-            "peak_bytes": peak_bytes,
+            "peak_bytes": usage.peak,
+            "peak_bytes_of_all": usage.peak_bytes,
             "environment": self.options.environment,
         });
         if let (Value::Object(all), Value::Object(common)) = (&mut record, common) {

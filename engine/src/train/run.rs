@@ -3,7 +3,7 @@
 pub use super::error::TrainError;
 
 use super::activations::Extents;
-use super::checkpoint::{self, Identity, Progress};
+use super::checkpoint::{self, Identity, Progress, as_written};
 use super::data::{Data, DataError};
 use super::export;
 use super::log::{Line, Log};
@@ -334,7 +334,7 @@ impl<'a> Trainer<'a> {
             return Ok(());
         }
         let record = json!({
-            "recipe": self.recipe,
+            "recipe": as_written(&self.recipe),
             "recipe_digest": self.identity.digest(),
             "parameters": self.whole.count(),
             "trained_parameters": self.whole.trained_count(),

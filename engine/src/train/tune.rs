@@ -8,7 +8,7 @@
 
 use super::activations::{Extents, Recompute};
 use super::adamw::Constants;
-use super::checkpoint::{Array, Identity, Progress};
+use super::checkpoint::{Array, Identity, Progress, as_written};
 use super::error::HELD_OUT_LOSS;
 use super::log::{self, Line};
 use super::lora::Asked;
@@ -136,11 +136,17 @@ struct Tune<'a> {
     constants: Constants,
 }
 
-/// Fine-tunes. Tells `watch` each line as it is logged.
+/// Fine-tunes. Tells `watch` each line as it is logged. Gives the loss on held-out text, nats a token, of the numbers in the folder,
+/// where these are rounded and the lines are of others.
 ///
 /// # Errors
 /// When settings, text, folder or memory do not allow it, or the loss stops being a number.
-pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn FnMut(&Line)) -> Result<(), TrainError> {
+pub fn run(
+    settings: &Settings,
+    cpu: &Cpu,
+    options: &Options,
+    watch: &mut dyn FnMut(&Line),
+) -> Result<Option<f64>, TrainError> {
     let misfit = |reason| TrainError::Misfit { name: format!("--method {}", settings.method.name()), reason };
     let model = locate(&settings.model)?;
     let config = Config::read(&model)?;
@@ -165,14 +171,16 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
     let folder = run.folder();
     let constants = settings.constants();
     let mut tune = Tune { settings, cpu, base: &base, folder, text, plan: &plan, tuned, network, constants };
-    let Some(progress) = run.steps(&mut tune, settings.steps, watch)? else { return Ok(()) };
+    let Some(progress) = run.steps(&mut tune, settings.steps, watch)? else { return Ok(None) };
+    let rounds = tune.tuned.round_as_written(cpu);
+    let held_out_loss_of_folder = rounds.then(|| tune.held_out_loss()).transpose()?;
     let losses: Vec<f64> = log::read(folder)?
         .iter()
         .filter_map(|line| if let Line::HeldOut { loss, .. } = line { Some(*loss) } else { None })
         .collect();
     let record = json!({
         "method": settings.method,
-        "settings": settings,
+        "settings": as_written(settings),
         "base_model": base,
         "parameters": plan.parameters.count(),
         "trained_parameters": plan.trained_count(),
@@ -180,14 +188,22 @@ pub fn run(settings: &Settings, cpu: &Cpu, options: &Options, watch: &mut dyn Fn
         "tokens_per_second": progress.tokens as f64 / progress.seconds,
         "held_out_loss_before": losses.first(),
         "held_out_loss_after": losses.last(),
+        "held_out_loss_of_folder": held_out_loss_of_folder,
         "predicted_bytes": predicted,
     });
-    run.record(&progress, &arena.usage().peak, record)
+    run.record(&progress, &arena.usage(), record)?;
+    Ok(held_out_loss_of_folder)
 }
 
 impl Tune<'_> {
     /// Mean negative log-likelihood of the pieces of held-out text, nats a token, logged.
     fn judge(&mut self, step: usize, tell: Tell<'_>) -> Result<(), TrainError> {
+        let loss = self.held_out_loss()?;
+        TrainError::diverged(HELD_OUT_LOSS, step.saturating_sub(1), loss)?;
+        tell(Line::HeldOut { step, loss, perplexity: loss.exp() })
+    }
+
+    fn held_out_loss(&mut self) -> Result<f64, TrainError> {
         let Settings { batch: at_once, length: len, .. } = *self.settings;
         let pieces = self.text.pieces(len).min(JUDGED);
         let weight = 1.0 / (pieces * (len - 1)) as f32;
@@ -198,8 +214,7 @@ impl Tune<'_> {
             let batch = batch(tokens, len, at_once.min(pieces - first), weight);
             loss += self.network.judge_of(&mut self.tuned.holder(), &batch, |_, _, _| ())?;
         }
-        TrainError::diverged(HELD_OUT_LOSS, step.saturating_sub(1), loss)?;
-        tell(Line::HeldOut { step, loss, perplexity: loss.exp() })
+        Ok(loss)
     }
 }
 

@@ -249,6 +249,24 @@ impl<'a> Tuned<'a> {
         }
     }
 
+    /// Rounds the numbers of a model that was trained whole as its folder has them, behind the last step; says whether there is
+    /// anything to round.
+    pub fn round_as_written(&mut self, cpu: &Cpu) -> bool {
+        let dtype = self.plan.parameters.config.dtype;
+        let Base::Trained { master, .. } = &mut self.base else { return false };
+        if dtype == DType::F32 {
+            return false;
+        }
+        let mut rounded = Vec::new();
+        for values in master.chunks_mut(export::PIECE) {
+            rounded.resize(dtype.bytes() * values.len(), 0);
+            dtype.encode(values, &mut rounded);
+            dtype.decode(&rounded, values);
+        }
+        self.refresh(cpu);
+        true
+    }
+
     /// An array of a checkpoint.
     pub fn array<'t>(&'t mut self, network: &'t mut Network<'_>, array: Array) -> &'t mut [f32] {
         match (array, &mut self.base) {

@@ -352,7 +352,7 @@ fn run_tuning(args: &Args, settings: &tune::Settings) -> Result<(), Failure> {
     let cpu = args.compute.cpu()?;
     let (options, bar) = options(args, &cpu, settings.steps)?;
     let mut drawn = Ok(());
-    tune::run(settings, &cpu, &options, &mut |line| match line {
+    let of_folder = tune::run(settings, &cpu, &options, &mut |line| match line {
         Line::Step { step, loss, tokens_per_second, .. } => {
             bar.set_position(*step as u64);
             bar.set_message(format!("loss {loss:.3}  {tokens_per_second:.0} tokens/s"));
@@ -363,8 +363,11 @@ fn run_tuning(args: &Args, settings: &tune::Settings) -> Result<(), Failure> {
     bar.finish_and_clear();
     drawn?;
     let figures = training::draw(&args.out)?;
+    let of_folder = of_folder.map_or(String::new(), |loss| {
+        format!("as the folder has it, rounded: {loss:.4} nats a token (perplexity {:.3})\n", loss.exp())
+    });
     output::print(&format!(
-        "{}model: {}\nrecord: {}\n",
+        "{}{of_folder}model: {}\nrecord: {}\n",
         figures.summary,
         args.out.display(),
         args.out.join(RECORD).display()

@@ -10,19 +10,21 @@ const STRIP: Colour = Colour(0xF4, 0xF4, 0xF4);
 const BAND_OPACITY: f64 = 0.16;
 const NOTE: f64 = 11.0;
 /// Pixels between points that stand side by side.
-const ASIDE: f64 = 11.0;
+const ASIDE: f64 = 7.0;
 
-/// A curve of more points than this is dense enough to need no markers.
+/// A curve of more points than this is dense enough not to need a marker at each.
 const MOST_MARKERS: usize = 24;
+/// Markers of such a curve.
+const FEW_MARKERS: usize = 8;
 
 /// Rows of the strip above the plot: one for each series with cells that have no height.
 pub fn strip_rows(chart: &Chart) -> usize {
     chart.series.iter().filter(|series| series.points.iter().any(Point::has_no_height)).count()
 }
 
-/// Whether the points of a series are marked.
-pub fn has_markers(series: &Series) -> bool {
-    series.points.len() <= MOST_MARKERS
+/// Whether a series has so many points that only a few are marked.
+fn is_dense(series: &Series) -> bool {
+    series.points.len() > MOST_MARKERS
 }
 
 /// Draws everything inside the plot, what matters most last.
@@ -48,14 +50,17 @@ pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
     for (series, frame) in chart.series.iter().zip(&frames) {
         band(canvas, &chart.y, frame, series)?;
     }
-    // What lies below a dashed line without markers shows through it; the other way round nothing would.
-    let is_thin = |series: &&Series| series.style.dashed && !has_markers(series);
+    // What lies below a dashed line with few markers shows through it; the other way round nothing would.
+    let is_thin = |series: &&Series| series.style.dashed && is_dense(series);
     let (above, below): (Vec<&Series>, Vec<&Series>) = chart.series.iter().partition(is_thin);
     for series in below.into_iter().chain(above) {
         curve(canvas, &chart.y, frame, series, 1.8)?;
     }
-    for (series, frame) in chart.series.iter().zip(&frames).filter(|(series, _)| has_markers(series)) {
-        for point in series.points.iter().filter(|point| point.y.is_some_and(|y| chart.y.shows(y))) {
+    for (index, (series, frame)) in chart.series.iter().zip(&frames).enumerate() {
+        // Those of several dense curves stand at different places, so that curves on one another are seen to be several.
+        let every = if is_dense(series) { series.points.len().div_ceil(FEW_MARKERS) } else { 1 };
+        let marked = series.points.iter().skip(index * every / chart.series.len()).step_by(every);
+        for point in marked.filter(|point| point.y.is_some_and(|y| chart.y.shows(y))) {
             let place = frame.place(point.x, point.y.expect("just looked"));
             canvas.marker(place, series.style.marker, series.style.colour)?;
         }
@@ -63,12 +68,23 @@ pub fn draw(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
     crosses(canvas, chart, frame, &strip)
 }
 
-/// How far to the side a series is drawn: single points of one place stand side by side, or their intervals could not be read.
+/// How far to the side a series is drawn: single points of one place stand side by side, or their intervals could not be read. None
+/// of them comes to stand behind a point that is farther to that side.
 fn aside(chart: &Chart, frame: &Frame, index: usize) -> f64 {
     let beside = chart.beside(index);
-    let (Some(rank), [first, .., _]) = (beside.iter().position(|at| *at == index), &beside[..]) else { return 0.0 };
-    let across = frame.across(chart.series[*first].points[0].x);
-    let room = ((across - frame.left).min(frame.right - across) - 5.0).max(0.0);
+    let Some(rank) = beside.iter().position(|at| *at == index).filter(|_| beside.len() > 1) else { return 0.0 };
+    let across = |at: usize| frame.across(chart.series[at].points[0].x);
+    let (first, last) = (across(beside[0]), across(beside[beside.len() - 1]));
+    let others = (0..chart.series.len()).filter(|at| !beside.contains(at)).flat_map(|at| &chart.series[at].points);
+    let (mut left, mut right) = (frame.left - first, frame.right - last);
+    for x in others.map(|point| frame.across(point.x)) {
+        if x < first {
+            left = left.max((x - first) / 2.0);
+        } else if x > last {
+            right = right.min((x - last) / 2.0);
+        }
+    }
+    let room = ((-left).min(right) - 5.0).max(0.0);
     let middle = (beside.len() - 1) as f64 / 2.0;
     ASIDE.min(room / middle) * (rank as f64 - middle)
 }

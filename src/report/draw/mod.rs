@@ -100,6 +100,10 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
         let corners = [(0.0, 0.0), (WIDTH, 0.0), (WIDTH, height), (0.0, height)];
         canvas.polygon(&corners, WHITE, 1.0)?;
         headings(canvas, chart, &frame)?;
+        if chart.has_beside() {
+            let words = Words { size: TINY, colour: FAINT_INK, bold: false, align: Align::End };
+            canvas.words((frame.right, TOP - 14.0), "points of one place stand side by side", words)?;
+        }
         axes(canvas, &chart.x, &frame, &y_ticks)?;
         marks::draw(canvas, chart, &frame)?;
         legend.draw(canvas, &frame)
@@ -110,9 +114,9 @@ fn headings(canvas: &Canvas, chart: &Chart, frame: &Frame) -> Result<(), ReportE
     title(canvas, &chart.title)?;
     subtitle(canvas, &chart.subtitle)?;
     let plain = Words { size: SMALL, colour: INK, bold: false, align: Align::Start };
-    canvas.words((MARGIN, TOP - 14.0), &chart.y.label, plain)?;
+    canvas.words((MARGIN, TOP - 14.0), &chart.y.words(), plain)?;
     let below = ((frame.left + frame.right) / 2.0, frame.bottom + 38.0);
-    canvas.words(below, &chart.x.label, Words { align: Align::Middle, ..plain })
+    canvas.words(below, &chart.x.words(), Words { align: Align::Middle, ..plain })
 }
 
 /// A figure's title, smaller where it is long.
@@ -124,10 +128,35 @@ fn title(canvas: &Canvas, text: &str) -> Result<(), ReportError> {
     canvas.words((MARGIN, 20.0), &shortened(text, room, size), words)
 }
 
-/// What all of a figure have in common, below its title.
+/// What all of a figure have in common, below its title: on one line, else on two that are broken between its parts.
 fn subtitle(canvas: &Canvas, text: &str) -> Result<(), ReportError> {
-    let (text, size) = fitted(text, WIDTH - 2.0 * MARGIN);
-    canvas.words((MARGIN, 40.0), &text, Words { size, colour: FAINT_INK, bold: false, align: Align::Start })
+    let room = WIDTH - 2.0 * MARGIN;
+    let words = |size| Words { size, colour: FAINT_INK, bold: false, align: Align::Start };
+    if text_width(text, SMALL) <= room {
+        return canvas.words((MARGIN, 40.0), text, words(SMALL));
+    }
+    for (line, height) in folded(text, room, TINY).iter().zip([35.0, 48.0]) {
+        canvas.words((MARGIN, height), line, words(TINY))?;
+    }
+    Ok(())
+}
+
+/// Parts of `text` on two lines of `room` pixels at a font of `size`; files have lost their folders, and parts that no longer fit are
+/// left out whole.
+fn folded(text: &str, room: f64, size: f64) -> [String; 2] {
+    const BETWEEN: &str = " · ";
+    let text = without_folders(text);
+    let (mut lines, mut at) = ([String::new(), String::new()], 0);
+    for part in text.split(BETWEEN) {
+        let longer = |line: &str| if line.is_empty() { part.to_string() } else { format!("{line}{BETWEEN}{part}") };
+        if at == 0 && text_width(&longer(&lines[0]), size) > room {
+            at = 1;
+        }
+        if text_width(&longer(&lines[at]), size) <= room {
+            lines[at] = longer(&lines[at]);
+        }
+    }
+    lines
 }
 
 /// `text` within `room` pixels, and the size of its type: where it is long, files lose their folders, then it is smaller, and only then
@@ -217,7 +246,21 @@ fn shortened(text: &str, most: f64, size: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::without_folders;
+    use super::canvas::text_width;
+    use super::{folded, without_folders};
+
+    #[test]
+    fn a_long_subtitle_is_broken_between_its_parts_and_loses_no_letters() {
+        let parts: Vec<String> = (0..20).map(|at| format!("part {at} of the whole")).collect();
+        for count in 1..=parts.len() {
+            let lines = folded(&parts[..count].join(" · "), 400.0, 10.5);
+            let found: Vec<&str> =
+                lines.iter().filter(|line| !line.is_empty()).flat_map(|line| line.split(" · ")).collect();
+            assert!(found.iter().zip(&parts).all(|(found, part)| found == part) && !found.is_empty(), "{lines:?}");
+            assert!(lines.iter().all(|line| text_width(line, 10.5) <= 400.0));
+            assert_eq!(found.len() == count, count <= 6, "{lines:?}");
+        }
+    }
 
     #[test]
     fn names_lose_the_folders_of_their_files_and_nothing_else() {

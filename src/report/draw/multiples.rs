@@ -72,6 +72,14 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
                 let own = dressed(series, series.style.colour, variant.is_some_and(|variant| variant % 2 == 1));
                 marks::band(canvas, &chart.y, &frame, &own)?;
                 marks::curve(canvas, &chart.y, &frame, &own, 2.0)?;
+                let is_shown = |point: &&Point| point.y.is_some_and(|y| chart.y.shows(y));
+                for point in own.points.iter().filter(is_shown).filter(|_| variant.is_some_and(is_marked)) {
+                    canvas.marker(
+                        frame.place(point.x, point.y.unwrap_or_default()),
+                        own.style.marker,
+                        own.style.colour,
+                    )?;
+                }
                 alone(canvas, &frame, &own)?;
             }
             let name = if variants.is_empty() { &plot[0].name } else { apart(plot[0]).0 };
@@ -84,6 +92,11 @@ pub fn svg(chart: &Chart) -> Result<String, ReportError> {
 /// The name of what is compared, and what sets this series of it apart.
 fn apart(series: &Series) -> (&str, &str) {
     series.name.split_once(' ').unwrap_or((&series.name, ""))
+}
+
+/// Whether a variant has markers: solid and dashed are those before it.
+fn is_marked(variant: usize) -> bool {
+    variant >= 2
 }
 
 /// What sets series of a name apart, if it is the same few everywhere; the palette makes every other one dashed, and those
@@ -107,27 +120,31 @@ fn alone(canvas: &Canvas, frame: &Frame, series: &Series) -> Result<(), ReportEr
 /// What the lines are, at the top on the right.
 fn key<'k>(canvas: &Canvas, variants: &[&'k str], bounds: &[&'k Series]) -> Result<(), ReportError> {
     let line = |colour, dashed| Style { colour, marker: palette::Marker::Circle, dashed };
-    let mut entries = vec![("in pale grey: the others", line(OTHERS, false), false)];
+    // Names, with whether there is a line and whether there is a marker.
+    let mut entries = vec![("in pale grey: the others", line(OTHERS, false), (true, false))];
     let colour = |index| if index < 2 { FAINT_INK } else { INK };
-    let of = |(index, variant): (usize, &&'k str)| (*variant, line(colour(index), index % 2 == 1), false);
+    let of =
+        |(index, variant): (usize, &&'k str)| (*variant, line(colour(index), index % 2 == 1), (true, is_marked(index)));
     entries.extend(variants.iter().enumerate().map(of));
     for series in bounds {
         // One entry is enough for what is the same in all plots.
         let name = if variants.is_empty() { series.name.as_str() } else { apart(series).0 };
         if entries.iter().all(|entry| entry.0 != name) {
-            entries.push((name, series.style, series.points.len() == 1));
+            let is_point = series.points.len() == 1;
+            entries.push((name, series.style, (!is_point, is_point)));
         }
     }
     let mut right = WIDTH - MARGIN;
-    for (name, style, is_point) in entries.into_iter().rev() {
+    for (name, style, (has_line, has_marker)) in entries.into_iter().rev() {
         let words = Words { size: SMALL, colour: INK, bold: false, align: Align::End };
         canvas.words((right, TOP - 14.0), name, words)?;
         let end = right - text_width(name, SMALL) - 4.0;
         let stroke = Stroke { colour: style.colour, width: 2.0, dashed: style.dashed };
-        if is_point {
-            canvas.marker((end - SWATCH / 2.0, TOP - 14.0), style.marker, style.colour)?;
-        } else {
+        if has_line {
             canvas.line(&[(end - SWATCH, TOP - 14.0), (end, TOP - 14.0)], stroke)?;
+        }
+        if has_marker {
+            canvas.marker((end - SWATCH / 2.0, TOP - 14.0), style.marker, style.colour)?;
         }
         right = end - SWATCH - 14.0;
     }

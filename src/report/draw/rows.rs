@@ -105,7 +105,7 @@ fn axis(canvas: &Canvas, rows: &Rows, frame: &Frame) -> Result<(), ReportError> 
         canvas.words((across, frame.top - 11.0), label, words)?;
         canvas.words((across, frame.bottom + 14.0), label, words)?;
     }
-    canvas.words(((frame.left + frame.right) / 2.0, frame.bottom + 36.0), &rows.axis.label, words)?;
+    canvas.words(((frame.left + frame.right) / 2.0, frame.bottom + 36.0), &rows.axis.words(), words)?;
     let edge = Stroke { colour: FAINT_INK, width: 1.0, dashed: false };
     canvas.line(&[(frame.left, frame.top), (frame.left, frame.bottom)], edge)
 }

@@ -1,7 +1,7 @@
 //! What models still answer against what is kept: scores and divergence over tokens and over bytes. Of several formats of keys
 //! and values only plain elements are drawn; `formats_and_tokens` has the others.
 
-use super::Data;
+use super::{Data, kept_axis};
 use crate::experiment::answers::Estimate;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 /// Score against the fraction of tokens kept.
 pub fn score_by_budget(data: &Data) -> Option<Chart> {
     let words = ["accuracy-vs-budget", "Accuracy against budget"];
-    chart(data, pools, words, kept(), kept_fraction, score_axis(), Pool::score)
+    chart(data, pools, words, kept_axis(false), kept_fraction, score_axis(), Pool::score)
 }
 
 /// Score against the bytes that stay.
@@ -35,7 +35,7 @@ pub fn score_by_bytes(data: &Data) -> Option<Chart> {
 pub fn divergence_by_budget(data: &Data) -> Option<Chart> {
     let axis = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let words = ["kl-vs-budget", "Divergence of the next token against budget"];
-    chart(data, all_pools, words, kept(), kept_fraction, axis, Pool::kl_nats)
+    chart(data, all_pools, words, kept_axis(false), kept_fraction, axis, Pool::kl_nats)
 }
 
 /// The same of a text that is asked for beside tasks, which the figure above is of then.
@@ -43,16 +43,12 @@ pub fn text_divergence_by_budget(data: &Data) -> Option<Chart> {
     let has_tasks = data.of(Measure::EVAL).iter().any(|record| answers(record).is_some() && !is_text(record));
     let axis = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let words = ["text-kl-vs-budget", "Divergence of a text's next token against budget"];
-    let of_text = || chart(data, of_texts, words, kept(), kept_fraction, axis, Pool::kl_nats);
+    let of_text = || chart(data, of_texts, words, kept_axis(false), kept_fraction, axis, Pool::kl_nats);
     has_tasks.then(of_text).flatten()
 }
 
 fn of_texts<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
     all_pools(&records.iter().copied().filter(|record| is_text(record)).collect::<Vec<_>>())
-}
-
-fn kept() -> Axis {
-    Axis { label: "tokens kept (fraction of context)".into(), field: "kept_fraction", quantity: Quantity::Fraction }
 }
 
 /// What a policy keeps, or of one that keeps everything its budget.
@@ -82,14 +78,8 @@ fn chart<'d>(
     value: fn(&Pool<'d>) -> Option<Estimate>,
 ) -> Option<Chart> {
     let (pools, subtitle) = pools(&data.of(Measure::EVAL));
-    let x = match x.field == kept().field && pools.iter().any(|pool| budget_of_all(pool).is_some()) {
-        true => Axis {
-            label: "tokens kept, or the budget where all are (fraction of context)".into(),
-            field: "kept_or_budget_fraction",
-            ..x
-        },
-        false => x,
-    };
+    let has_budgets = pools.iter().any(|pool| budget_of_all(pool).is_some());
+    let x = if x == kept_axis(false) { kept_axis(has_budgets) } else { x };
     let mut series: BTreeMap<(String, String), Vec<Point>> = BTreeMap::new();
     for pool in pools.iter().filter(|pool| is_compared(pool, &pools) && !pool.is_memory()) {
         // A logarithm has no place for a full cache's divergence from itself.

@@ -1,6 +1,6 @@
 //! What is lost against what is kept: drift of the policies against the fraction of retained tokens.
 
-use super::{Data, budget, drift_at, policy, rounding};
+use super::{Data, budget, budget_of_all, drift_at, kept_axis, kept_or_budget, policy, rounding};
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{CONTEXT, HEADS, KERNEL, Naming};
 
@@ -8,8 +8,7 @@ use crate::report::naming::{CONTEXT, HEADS, KERNEL, Naming};
 pub fn chart(data: &Data) -> Option<Chart> {
     let records = data.evicted_at_longest_context();
     let naming = Naming::over(&records, &[CONTEXT, HEADS, KERNEL]);
-    let series = data
-        .series(&records, &naming, policy, budget, |record| drift_at(record.eviction.as_ref()?.kept_fraction, record));
+    let series = data.series(&records, &naming, policy, budget, |record| drift_at(kept_or_budget(record)?, record));
     let (series, note) = rounding::split(series);
     (!series.is_empty()).then(|| Chart {
         id: "drift-vs-budget".into(),
@@ -20,11 +19,7 @@ pub fn chart(data: &Data) -> Option<Chart> {
              the queries that are still to come: no policy is expected below it. The band is the bootstrap 95% \
              interval over queries, or the range over seeds.{note}"
         ),
-        x: Axis {
-            label: "tokens kept (fraction of context)".into(),
-            field: "kept_fraction",
-            quantity: Quantity::Fraction,
-        },
+        x: kept_axis(records.iter().any(|record| budget_of_all(record).is_some())),
         y: Axis { label: "drift (relative L2)".into(), field: "rel_l2", quantity: Quantity::Drift },
         interval_fields: ("ci95_low", "ci95_high"),
         model_field: None,

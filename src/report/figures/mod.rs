@@ -48,7 +48,7 @@ pub mod example;
 
 use super::Detail;
 use super::bars::Bars;
-use super::chart::{Chart, Interval, Point, Series};
+use super::chart::{Axis, Chart, Interval, Point, Quantity, Series};
 use super::heat::Heat;
 use super::knobs;
 use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
@@ -370,6 +370,27 @@ fn band() -> String {
 fn drift_at(x: f64, record: &Record) -> Option<Reading> {
     let drift = record.drift.as_ref()?;
     Some(Reading::measured(x, drift.rel_l2, Some((drift.ci95_low, drift.ci95_high))))
+}
+
+/// Tokens that stay, as a fraction of the context, or the budget of a policy that keeps everything under it and reads a part.
+fn kept_or_budget(record: &Record) -> Option<f64> {
+    let eviction = record.eviction.as_ref()?;
+    Some(budget_of_all(record).unwrap_or(eviction.kept_fraction))
+}
+
+/// The budget, as a fraction of the context, of a policy that keeps everything under it and reads a part; `None` of others.
+fn budget_of_all(record: &Record) -> Option<f64> {
+    let eviction = record.eviction.as_ref().filter(|eviction| eviction.kept_fraction >= 1.0)?;
+    Some(eviction.budget_tokens as f64 / record.cell.context_tokens as f64).filter(|budget| *budget < 1.0)
+}
+
+/// The axis of tokens kept, where some may keep all and have the place of their budget.
+fn kept_axis(has_budgets: bool) -> Axis {
+    let (label, field) = match has_budgets {
+        true => ("tokens kept, or the budget where all are (fraction of context)", "kept_or_budget_fraction"),
+        false => ("tokens kept (fraction of context)", "kept_fraction"),
+    };
+    Axis { label: label.into(), field, quantity: Quantity::Fraction }
 }
 
 /// The policy of an eviction cell.

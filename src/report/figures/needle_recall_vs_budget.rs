@@ -1,6 +1,6 @@
 //! Whether what mattered stayed: needles that late queries still find, against the fraction of retained tokens.
 
-use super::{Data, Reading, budget, policy};
+use super::{Data, Reading, budget, budget_of_all, kept_axis, kept_or_budget, policy};
 use crate::report::chart::{Axis, Chart, Quantity};
 use crate::report::naming::{CONTEXT, HEADS, KERNEL, Naming};
 
@@ -10,7 +10,7 @@ pub fn chart(data: &Data) -> Option<Chart> {
     let naming = Naming::over(&records, &[CONTEXT, HEADS, KERNEL]);
     let series = data.series(&records, &naming, policy, budget, |record| {
         let eviction = record.eviction.as_ref()?;
-        Some(Reading::measured(eviction.kept_fraction, eviction.needle_recall?, None))
+        Some(Reading::measured(kept_or_budget(record)?, eviction.needle_recall?, None))
     });
     (!series.is_empty()).then(|| Chart {
         id: "needle-recall-vs-budget".into(),
@@ -20,11 +20,7 @@ pub fn chart(data: &Data) -> Option<Chart> {
             "Fraction of the planted needles whose value a late query still retrieves; higher is better. A band is \
                   the range over seeds."
                 .into(),
-        x: Axis {
-            label: "tokens kept (fraction of context)".into(),
-            field: "kept_fraction",
-            quantity: Quantity::Fraction,
-        },
+        x: kept_axis(records.iter().any(|record| budget_of_all(record).is_some())),
         y: Axis { label: "needles found".into(), field: "needle_recall", quantity: Quantity::Share },
         interval_fields: ("low", "high"),
         model_field: None,

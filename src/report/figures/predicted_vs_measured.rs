@@ -18,12 +18,13 @@ pub fn chart(data: &Data) -> Option<Chart> {
     let lead = |record: &Record| record.cell.policy.clone().unwrap_or_else(|| record.cell.kernel.clone());
     // All lie on one diagonal, whatever their shapes: a kernel or policy is one series, and a cell one point.
     let cell = |record: &Record| record.cell_id.clone();
-    let series = data.series(&records, &Naming::over(&[], &[]), lead, cell, read);
+    let mut series = data.series(&records, &Naming::over(&[], &[]), lead, cell, read);
+    series.iter_mut().for_each(|series| series.style.dashed = true);
     (!series.is_empty()).then(|| Chart {
         id: "predicted-vs-measured".into(),
         title: "Predicted and measured memory".into(),
         subtitle: Naming::over(&records, &[]).common,
-        caption: "Points: growth of the process or of the GPU's memory in use, as the system tells it. Line: equal to what was \
+        caption: "Points: growth of the process or of the GPU's memory in use, as the system tells it. Dashed line: equal to what was \
                   predicted from the shapes before the cell ran. The arena's own account agrees to the byte."
             .into(),
         x: Axis { label: "predicted growth of memory".into(), field: "predicted_growth_bytes", quantity: Quantity::Bytes },

@@ -2,8 +2,10 @@
 
 use super::{Data, Picture};
 use crate::experiment::measure::Measure;
+use crate::experiment::weights::OtherWeights;
 use crate::report::chart::{Axis, Quantity};
-use crate::report::combined::{Spent, of_whole, weights_bytes};
+use crate::report::combined::{Spent, of_whole};
+use crate::report::origin::weights_bytes;
 use crate::report::palette::{self, Colour};
 use crate::report::pools::all_pools;
 use crate::report::rows::{Kind, Mark, Row, Rows};
@@ -16,7 +18,7 @@ pub fn rows(data: &Data) -> Option<Picture> {
     alone.retain(|one| one.is_plain() && palette::is_baseline(one.pool.policy) && one.kl_nats.mean > 0.0);
     alone.sort_by_key(|one| std::cmp::Reverse(weights_bytes(one.pool)));
     let row = |one: &Spent| {
-        let weights = one.weights().map_or("of the file".into(), |weights| weights.words());
+        let weights = one.weights().map_or("of the file".into(), OtherWeights::short);
         let name = format!("{weights}, {}", units::bytes(weights_bytes(one.pool)));
         Row { name, values: vec![Some((one.kl_nats.mean, one.pool.cell_ids()))] }
     };

@@ -359,6 +359,38 @@ fn points_of_one_place_stand_side_by_side() {
     assert_eq!((of_budgets(&[0.25]), of_budgets(&[0.25, 0.5])), ((3, true), (0, false)));
 }
 
+/// Side by side or not, what has more bytes stands farther right.
+#[test]
+fn points_side_by_side_are_in_the_order_of_their_places() {
+    let run = samples::run();
+    let records: Vec<&Record> = run.records.iter().collect();
+    let mut chart = figures::example::chart(&figures::Data::new(&records, Detail::Layers)).unwrap();
+    chart.series.truncate(4);
+    for (series, x) in chart.series.iter_mut().zip([1010.0, 1000.0, 1020.0, 5000.0]) {
+        series.points.truncate(1);
+        series.points[0].x = x;
+    }
+    assert_eq!([0, 1, 2, 3].map(|index| chart.beside(index)), [vec![1, 0, 2], vec![1, 0, 2], vec![1, 0, 2], vec![3]]);
+    assert!(draw::svg(&chart).unwrap().contains("points of one place stand side by side"));
+}
+
+/// Who keeps everything and reads a part stands where its budget is, not at the whole context.
+#[test]
+fn who_keeps_all_has_the_place_of_its_budget() {
+    let cells = |policy: &'static str| [0.25, 0.5].map(|budget| evicted(4096, policy, budget));
+    let mut quest = cells("quest");
+    for eviction in quest.iter_mut().filter_map(|record| record.eviction.as_mut()) {
+        (eviction.kept_fraction, eviction.kv_bytes_live) = (1.0, eviction.kv_bytes_dense);
+    }
+    let all = of([cells("h2o"), quest].concat());
+    for id in ["drift-vs-budget", "needle-recall-vs-budget"] {
+        let rows = table(&all, id);
+        let places: Vec<&str> = rows.iter().map(|row| row["kept_or_budget_fraction"].as_str()).collect();
+        assert_eq!(places, ["0.25", "0.5", "0.25", "0.5"], "{id}");
+        assert!(table(&of(cells("h2o").to_vec()), id)[0].contains_key("kept_fraction"));
+    }
+}
+
 #[test]
 fn several_formats_are_drawn_as_fronts_and_policies_in_plain_elements() {
     let run = samples::formats();

@@ -224,10 +224,27 @@ fn a_finding_needs_ten_samples_and_intervals_apart() {
         let findings = findings::of(&latest(&records));
         assert!(findings.len() == 1 && findings[0].contains(expected), "{findings:?}");
     }
-    // Of times too: these have five samples.
-    let of_kernels = ["tiled", "naive"].map(|kernel| pass(Measure::FORWARD, kernel, 4096));
-    let sentence = findings::of(&latest(&of_kernels)).concat();
-    assert!(sentence.contains("undecided with 5 samples") && sentence.contains("`tiled` runs at a peak"), "{sentence}");
+    // Of times that do not overlap their ranks decide: of three and three samples they lie apart by luck one time in ten.
+    let of_kernels = |samples: usize, factor: u64| {
+        let of = ["tiled", "naive"].map(|kernel| {
+            let mut record = pass(Measure::FORWARD, kernel, 4096);
+            let phase = record.latency.get_mut("forward").unwrap();
+            let middle = if kernel == "tiled" { 1000 } else { 1000 * factor };
+            phase.samples_ns = (0..samples as u64).map(|at| middle + 300 * at).collect();
+            record
+        });
+        findings::of(&latest(&of)).concat()
+    };
+    for (samples, factor, expected) in [
+        (9, 4, "of the time of `naive`"),
+        (5, 4, "of the time of `naive`"),
+        (3, 4, "their ranges do not meet, but samples are too few to be sure; `tiled` runs at a peak"),
+        (5, 2, "undecided with 5 samples"),
+    ] {
+        let sentence = of_kernels(samples, factor);
+        assert!(sentence.contains(expected), "{samples} {factor}: {sentence}");
+        assert_eq!(sentence.contains("ranges do not meet"), (samples, factor) == (3, 4), "{sentence}");
+    }
 }
 
 #[test]
@@ -250,18 +267,93 @@ fn wide_intervals_and_times_that_bytes_do_not_explain_are_told() {
     let marked: Vec<String> =
         summary_table(&slow).lines().filter(|line| line.contains('≠')).map(String::from).collect();
     assert!(marked.len() == 1 && marked[0].contains("random"), "{marked:?}");
+    // Whoever has the least drift there, its time is not that of its bytes.
+    for (full, expected) in [(&slow, false), (&same.to_vec(), true)] {
+        let records = [&full[..], &[timed("full", 3.0, 0.02)]].concat();
+        let sentences = findings::of(&latest(&records)).concat();
+        assert_eq!(sentences.contains("of the decode time"), expected, "{sentences}");
+    }
     let unsure = [&same[..2], &[timed("random", 1.5, 0.6)]].concat();
     let warnings = noise::warnings(&latest(&unsure));
-    assert!(warnings.len() == 1 && warnings[0].contains("1 of 3 cells is not known to ±10%"), "{warnings:?}");
+    assert!(warnings.len() == 1 && warnings[0].contains("1 of 3 median times is not known to ±10%"), "{warnings:?}");
+}
+
+/// Who evicts once holds more and more while tokens are decoded, and is not ranked beside who evicts at every step.
+#[test]
+fn a_cache_that_grows_is_not_ranked_beside_those_that_do_not() {
+    let ending_with = |policy: &str, times: u64| {
+        let mut record = evicted(4096, policy, 0.25);
+        let eviction = record.eviction.as_mut().unwrap();
+        let live = eviction.kv_bytes_live;
+        for (step, at) in eviction.steps.iter_mut().zip(1..) {
+            step.kv_bytes_live = live + live * (times - 1) * at / 4;
+        }
+        record
+    };
+    let snapkv = "snapkv:kernel=7,window=32";
+    let rivals = |times: u64| {
+        let records = [(snapkv, times), ("h2o", 1), ("random", 1)].map(|(policy, times)| ending_with(policy, times));
+        [&records[..], &[evicted(4096, "full", 1.0)]].concat()
+    };
+    let said = findings::of(&latest(&rivals(4))).concat();
+    assert!(said.contains("`h2o` (") && said.contains("has the least drift of 2, before `random`"), "{said}");
+    assert!(
+        said.contains(&format!("Not ranked beside them, since more than twice as much stays in the end: `{snapkv}`"))
+    );
+    assert!(said.contains("100% of the KV bytes of `full`"), "{said}");
+    let said = findings::of(&latest(&rivals(1))).concat();
+    assert!(said.contains("of 3") && !said.contains("Not ranked"), "{said}");
+    // Its place is what it holds on average.
+    let rows = table(&of(rivals(4)), "drift-vs-kv-bytes");
+    let bytes = |series: &str| {
+        let row = rows.iter().find(|row| row["series"] == series).unwrap();
+        row["mean_kv_bytes_live"].parse::<f64>().unwrap()
+    };
+    assert_eq!(bytes(snapkv) / bytes("h2o"), 1.0 + 3.0 * 2.5 / 4.0);
+    // All grow alike: what is left of the context is not what is held.
+    let grown = [(snapkv, 4), ("random", 4), ("full", 1)].map(|(policy, times)| ending_with(policy, times));
+    let said = findings::of(&latest(&grown)).concat();
+    assert!(said.contains("it needs 25% of the KV bytes behind prefill, 400% of those at the end of `full`"), "{said}");
+}
+
+#[test]
+fn samples_that_would_do_are_those_of_the_hardest_score() {
+    let scored = |policy: &str, samples: usize, mean: f64| {
+        let mut record = samples::answered(1024, "passkey", policy, 0.5);
+        let answers = record.answers.as_mut().unwrap();
+        let (ci95_low, ci95_high) = crate::stats::wilson(mean, samples);
+        (answers.samples, answers.accuracy) =
+            (samples, Some(crate::experiment::answers::Estimate { mean, ci95_low, ci95_high }));
+        record
+    };
+    // The widest is of three samples, and the one whose score is near a half takes more.
+    let records = [scored("h2o", 3, 1.0), scored("random", 20, 0.4)];
+    let warning = noise::warnings(&latest(&records)).concat();
+    assert!(
+        warning.contains("2 of 2 scores are not known to ±10 points, the worst to ±28 with 3 samples"),
+        "{warning}"
+    );
+    assert!(warning.contains("about 100 would do for all"), "{warning}");
+    let single = noise::warnings(&latest(&[{
+        let mut record = evicted(4096, "h2o", 0.25);
+        record.latency.get_mut("decode").unwrap().samples_ns.truncate(1);
+        record
+    }]));
+    assert_eq!(single, ["Times without an interval: 1 of 1 is of one sample."]);
 }
 
 #[test]
 fn what_models_answered_is_decided_by_pairs_and_says_what_is_only_a_window() {
     let sentences = findings::of(&latest(&samples::answers().records));
-    let of_eval: Vec<&String> = sentences.iter().filter(|sentence| sentence.starts_with("eval, budget")).collect();
+    let of_eval: Vec<&String> =
+        sentences.iter().filter(|sentence| sentence.starts_with("eval at a context of")).collect();
     assert_eq!(of_eval.len(), 3);
     for sentence in of_eval {
-        assert!(sentence.contains("20 samples") && sentence.contains("random") && sentence.contains("full cache 100%"));
+        assert!(
+            sentence.contains(" samples of each of ")
+                && sentence.contains("random")
+                && sentence.contains("full cache 100%")
+        );
         let is_tight = sentence.contains("budget 0.0625") || sentence.contains("budget 0.125");
         assert_eq!(sentence.contains("Nothing but protected tokens"), is_tight, "{sentence}");
     }

@@ -1,0 +1,36 @@
+//! Which weights losses are measured from, and which others are those of another model.
+//!
+//! Divergences are from the model as its files have it. Weights that take more bytes than that save nothing: they are another
+//! model's, such as one that was trained on or has adapters merged into it, and are compared on the same scale.
+
+use super::pools::Pool;
+use crate::experiment::weights::OtherWeights;
+use crate::memory::Label;
+
+/// A pool's weights; `None` are those of the model's own files.
+pub fn weights<'a>(pool: &'a Pool<'_>) -> Option<&'a OtherWeights> {
+    pool.records[0].cell.weights.as_ref()
+}
+
+/// Bytes of a pool's weights, and of what its policy loads beside them.
+pub fn weights_bytes(pool: &Pool) -> u64 {
+    let memory = pool.records[0].memory.as_ref();
+    memory.and_then(|memory| memory.peak_by_label.get(&Label::Weights)).copied().unwrap_or(0)
+}
+
+/// The weights that divergences are from: those of the model's own files or, where no pool has these, the widest.
+pub fn origin<'a>(pools: &'a [Pool<'_>]) -> Option<&'a OtherWeights> {
+    match pools.iter().any(|pool| weights(pool).is_none()) {
+        true => None,
+        false => pools.iter().max_by_key(|pool| weights_bytes(pool)).and_then(weights),
+    }
+}
+
+/// Whether a pool's weights are those of another model: other files that take more bytes than what divergences are from.
+pub fn is_another_model(pool: &Pool, pools: &[Pool]) -> bool {
+    let least = |of: Option<&OtherWeights>| {
+        pools.iter().filter(|pool| weights(pool) == of).map(weights_bytes).min().unwrap_or(0)
+    };
+    let own = weights(pool);
+    matches!(own, Some(OtherWeights::Model(_))) && least(own) > least(origin(pools))
+}
