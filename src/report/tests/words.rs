@@ -62,7 +62,8 @@ fn steps_of_each_shape_have_tables_of_their_own() {
     let shapes = [(256, 1), (256, 2), (512, 2)];
     for (run, rows, against) in [(samples::training(), 18, 3), (samples::tuning(), 8, 0)] {
         let of_shape = |shape| {
-            let place = move |record: &Record| with_cell(record.clone(), |cell| (cell.context_tokens, cell.batch) = shape);
+            let place =
+                move |record: &Record| with_cell(record.clone(), |cell| (cell.context_tokens, cell.batch) = shape);
             run.records.iter().map(place)
         };
         let summary = summary_table(&shapes.into_iter().flat_map(of_shape).collect::<Vec<_>>());
