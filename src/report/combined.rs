@@ -203,10 +203,12 @@ impl Least<'_, '_> {
                 let Some(best) = fitting.min_by(|a, b| a.kl_nats.mean.total_cmp(&b.kl_nats.mean)) else { continue };
                 let Spent { pool, kl_nats, .. } = best;
                 let budget = if pool.budget.is_empty() { String::new() } else { format!("@{}", pool.budget) };
+                // The heading says what the question is.
+                let apart = pool.apart().strip_prefix(&pool.question[..]).unwrap_or(pool.apart());
                 rows.push(vec![
                     format!("1/{part}"),
                     kind.into(),
-                    format!("{}{budget}{}", pool.policy, pool.apart()),
+                    format!("{}{budget}{apart}", pool.policy),
                     units::bytes(bytes(best) as u64),
                     text::drift(kl_nats.mean),
                     format!("{}–{}", text::drift(kl_nats.ci95_low), text::drift(kl_nats.ci95_high)),

@@ -16,6 +16,9 @@ use crate::serving::published;
 use crate::units;
 use std::collections::BTreeMap;
 
+/// The rows of a table, and what its columns are.
+type Explained = (Vec<Vec<String>>, &'static str);
+
 /// A column: its heading, and what stands in it.
 type Column<'a> = (&'static str, Box<dyn Fn(&Record) -> String + 'a>);
 
@@ -82,7 +85,7 @@ fn table(records: &[&Record]) -> String {
 }
 
 /// Two tables for each comparison, each table with what its columns are.
-fn of_comparisons(records: &[&Record], tables: fn(&[&Record]) -> [(Vec<Vec<String>>, &'static str); 2]) -> String {
+fn of_comparisons(records: &[&Record], tables: fn(&[&Record]) -> [Explained; 2]) -> String {
     let table = |(_, records): (String, Vec<&Record>)| {
         let common = wrapped(&Naming::over(&records, &[CONTEXT, SEED]).common);
         let [held, taken] = tables(&records).map(|(rows, words)| format!("{}\n{}\n", lines(rows), wrapped(words)));
