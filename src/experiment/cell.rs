@@ -9,6 +9,8 @@ use crate::model::BUILTIN;
 use crate::tensor::DType;
 use crate::workload::Knobs;
 use serde::{Deserialize, Deserializer, Serialize};
+use std::borrow::Cow;
+use std::collections::HashMap;
 use std::path::Path;
 
 /// Where a cell runs.
@@ -35,6 +37,22 @@ impl Device {
     fn is_cpu(&self) -> bool {
         *self == Device::Cpu
     }
+}
+
+/// What has a cell, by the comparison that the cell belongs to, which is named by the id of what its cells share
+/// ([`Cell::without_choice`]): in the order of the first of each.
+pub fn by_comparison<T>(all: impl IntoIterator<Item = T>, cell: impl Fn(&T) -> &Cell) -> Vec<(String, Vec<T>)> {
+    let mut places: HashMap<String, usize> = HashMap::new();
+    let mut comparisons: Vec<(String, Vec<T>)> = Vec::new();
+    for one in all {
+        let id = cell(&one).without_choice().id();
+        let place = *places.entry(id.clone()).or_insert(comparisons.len());
+        match comparisons.get_mut(place) {
+            Some((_, cells)) => cells.push(one),
+            None => comparisons.push((id, vec![one])),
+        }
+    }
+    comparisons
 }
 
 /// Elements of a head where a grid does not say.
@@ -306,6 +324,7 @@ impl Cell {
     }
 
     fn label_of_any_seed(&self) -> String {
+        let many = |count: usize, what: &str| if count > 1 { format!(" {what} {count}") } else { String::new() };
         if let (Some(strategy), Some(trace)) = (&self.strategy, &self.trace) {
             return format!("{} {strategy} {trace}", self.measure.name());
         }
@@ -313,7 +332,8 @@ impl Cell {
             return format!("{} {memory} {episode}", self.measure.name());
         }
         if let (Some(model), Some(tuning)) = (&self.model, &self.tuning) {
-            return format!("{} {model} {tuning} {}", self.measure.name(), crate::units::tokens(self.context_tokens));
+            let tokens = crate::units::tokens(self.context_tokens);
+            return format!("{} {model} {tuning}{} {tokens}", self.measure.name(), many(self.batch, "batch"));
         }
         if let Some(facts) = self.facts {
             return format!("{} {} {facts} facts", self.measure.name(), self.chosen().unwrap_or_default());
@@ -332,17 +352,22 @@ impl Cell {
             let activations =
                 self.activations.map_or(String::new(), |activations| format!(" activations {activations}"));
             let protocol = self.protocol.map_or(String::new(), |protocol| format!(" {protocol}"));
+            let chat = if self.chat { " chat" } else { "" };
+            let dtype = if self.dtype == DType::F32 { String::new() } else { format!(" {}", self.dtype) };
+            let new = if self.new_tokens == 0 { String::new() } else { format!("+{}", self.new_tokens) };
+            let text = self.text.as_deref().map_or(String::new(), |text| format!(" {}", file_name(text)));
             let measure = self.measure.name();
             let kernel = match &self.kernel[..] {
                 "" | "tiled" => String::new(),
                 kernel => format!(" {kernel}"),
             };
             let model = self.model.as_deref().filter(|&model| model != BUILTIN).map_or(String::new(), |model| {
-                let name = Path::new(model).file_name().map_or(model.into(), |name| name.to_string_lossy());
+                let name = file_name(model);
                 format!(" {}", name.strip_suffix(".gguf").unwrap_or(&name))
             });
             return format!(
-                "{measure}{model}{kernel} {task}{protocol}{policy}{weights}{activations}{format} {tokens}{device}"
+                "{measure}{model}{kernel} {task}{text}{protocol}{chat}{policy}{weights}{activations}{dtype}{format} \
+                 {tokens}{new}{device}"
             );
         }
         let pages = match self.page_tokens {
@@ -352,7 +377,6 @@ impl Cell {
         };
         let knobs = self.knobs.as_ref().map_or(String::new(), |knobs| format!(" ({knobs})"));
         let ranks = self.ranks.as_ref().map_or(String::new(), |ranks| format!(" {ranks}"));
-        let many = |count: usize, what: &str| if count > 1 { format!(" {what} {count}") } else { String::new() };
         let dim = if self.head_dim == HEAD_DIM { String::new() } else { format!(" D {}", self.head_dim) };
         let shape = dim + &many(self.batch, "batch") + &many(self.layers, "layers");
         let causal = if self.causal { "" } else { " not causal" };
@@ -365,5 +389,65 @@ impl Cell {
             self.heads(),
             self.dtype
         )
+    }
+}
+
+/// The last part of a path.
+fn file_name(path: &str) -> Cow<'_, str> {
+    Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two cells of a run that look alike on screen cannot be told apart in a warning or a table of what has no room.
+    #[test]
+    fn cells_that_differ_have_other_labels() {
+        let eval = Cell {
+            measure: Measure::EVAL,
+            model: Some("models/llama.gguf".into()),
+            task: Some("recall".into()),
+            protocol: Some(Protocol::Agnostic),
+            kernel: "tiled".into(),
+            policy: Some("h2o".into()),
+            budget: Some("0.5".into()),
+            context_tokens: 64,
+            batch: 1,
+            ..Cell::default()
+        };
+        let text = Cell { task: Some("perplexity".into()), protocol: None, new_tokens: 8, ..eval.clone() };
+        let named = |text_file: &str| Cell { text: Some(text_file.into()), ..text.clone() };
+        let tune = Cell {
+            measure: Measure::TUNE,
+            model: Some(BUILTIN.into()),
+            tuning: Some("lora:rank=4".into()),
+            context_tokens: 64,
+            batch: 1,
+            ..Cell::default()
+        };
+        for (cell, expected) in [
+            (eval.clone(), "eval llama recall agnostic h2o@0.5 64"),
+            (Cell { dtype: DType::Bf16, ..eval.clone() }, "eval llama recall agnostic h2o@0.5 bf16 64"),
+            (Cell { chat: true, ..eval.clone() }, "eval llama recall agnostic chat h2o@0.5 64"),
+            (Cell { new_tokens: 4, ..eval.clone() }, "eval llama recall agnostic h2o@0.5 64+4"),
+            (Cell { seed: 1, ..eval.clone() }, "eval llama recall agnostic h2o@0.5 64 seed 1"),
+            (named("texts/a.txt"), "eval llama perplexity a.txt h2o@0.5 64+8"),
+            (Cell { new_tokens: 16, ..named("texts/b.txt") }, "eval llama perplexity b.txt h2o@0.5 64+16"),
+            (tune.clone(), "tune builtin lora:rank=4 64"),
+            (Cell { batch: 2, ..tune }, "tune builtin lora:rank=4 batch 2 64"),
+        ] {
+            assert_eq!(cell.label(), expected);
+        }
+    }
+
+    #[test]
+    fn cells_of_a_comparison_are_together_wherever_they_stand() {
+        let of = |batch: usize, strategy: &str| Cell { batch, strategy: Some(strategy.into()), ..Cell::default() };
+        let cells = [of(1, "a"), of(2, "a"), of(1, "b"), of(2, "c"), of(1, "c")];
+        let found = by_comparison(&cells, |cell| cell);
+        let strategies = |cells: &[&Cell]| cells.iter().filter_map(|cell| cell.strategy.clone()).collect::<String>();
+        assert_eq!(found.iter().map(|(_, cells)| strategies(cells)).collect::<Vec<_>>(), ["abc", "ac"]);
+        assert!(found.iter().all(|(id, cells)| cells.iter().all(|cell| cell.without_choice().id() == *id)));
     }
 }

@@ -16,14 +16,20 @@ pub struct Experiment {
     pub cells: Vec<Cell>,
 }
 
-/// Refuses a file of tensors for a measure that reads none.
-fn check_file(grid: &Grid, has_file: bool) -> Result<(), String> {
+/// Refuses a file of tensors for a measure that reads none, and several seeds of a file: its tensors are the same for each of them
+/// and would count as further draws.
+fn check_file(grid: &Grid) -> Result<(), String> {
     match grid.measure.runs() {
-        Runs::InComparisons(_) if has_file => Err(format!(
+        Runs::InComparisons(_) => Err(format!(
             "{} reads no tensors; leave [file] out, or write this grid into another experiment",
             grid.measure.name()
         )),
-        _ => Ok(()),
+        Runs::InTrials(_) if grid.seed.0.len() > 1 => Err(format!(
+            "seed is {:?}; the tensors of a [file] are the same for every seed, give one (further draws of a policy like random \
+             are a grid of their own)",
+            grid.seed.0
+        )),
+        Runs::InTrials(_) => Ok(()),
     }
 }
 
@@ -49,7 +55,7 @@ impl Experiment {
             let registry = &with_file(grid, registry).map_err(|message| value(format!("{context}: {message}")))?;
             let scope = Scope { file: file.as_ref(), workload_hash: &workload_hash, registry, device };
             let expanded = check_fields(grid)
-                .and_then(|()| check_file(grid, file.is_some()))
+                .and_then(|()| if file.is_some() { check_file(grid) } else { Ok(()) })
                 .and_then(|()| grid.measure.expand(grid, &scope))
                 .and_then(|cells| name_file(grid, registry, cells))
                 .and_then(|cells| turn_knobs(grid, &spec, cells))

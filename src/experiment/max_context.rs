@@ -1,6 +1,6 @@
 //! `--find-max-context`: the longest context at which a pass really allocates and runs, beside the one that the formula allows.
 //!
-//! The cells of an experiment that differ only in their context and seed are one question. Inputs are blank: they take
+//! The cells of an experiment that differ only in their context, seed and knobs are one question. Inputs are blank: they take
 //! the memory, cost no time to make, and have a known result, which is compared. The search begins where the formula says
 //! and widens from there, so that a formula which is right is confirmed by two probes: one that runs, and one a step
 //! longer that is refused. Where it is wrong the limit is bracketed and bisected.
@@ -130,7 +130,7 @@ fn families(experiment: &Experiment, registry: &Registry, engine: Engine<'_>) ->
         if cell.measure.compares() != Choice::Kernel {
             continue;
         }
-        let family = Cell { seed: 0, workload_hash: "blank".into(), ..cell.clone() };
+        let family = Cell { seed: 0, knobs: None, workload_hash: "blank".into(), ..cell.clone() };
         let prepared = Prepared::new(family.clone(), registry, engine).map_err(RunError::Cell)?;
         if let Implementation::Missing(reason) = prepared.implementation {
             refusal = reason;
@@ -343,4 +343,24 @@ pub fn table(max_contexts: &[MaxContext]) -> String {
         );
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Cpu;
+    use crate::experiment::cell::Device;
+    use crate::experiment::spec::Spec;
+
+    #[test]
+    fn a_shape_is_one_question_whatever_its_inputs() {
+        let text = "name = \"x\"\n[[grid]]\nmeasure = \"forward\"\nkernel = [\"naive\", \"tiled\"]\nheads = \"2/1\"\n\
+                    head_dim = 16\ncontext_tokens = [64, 128]\nseed = [0, 1]\nknobs = [{}, { hinted = 0 }]\n";
+        let (spec, registry) = (Spec::parse(text, "x.toml").unwrap(), Registry::default());
+        let experiment = Experiment::new(spec, "x.toml", &registry, Device::Cpu).unwrap();
+        let cpu = Cpu::new(Some(1)).unwrap();
+        let families = families(&experiment, &registry, (&cpu).into()).unwrap();
+        let kernels: Vec<&str> = families.iter().map(|cell| cell.kernel.as_str()).collect();
+        assert_eq!((experiment.cells.len(), kernels), (16, vec!["naive", "tiled"]));
+    }
 }

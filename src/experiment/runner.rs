@@ -9,7 +9,7 @@ mod trials;
 
 pub(super) use trials::LEAST_SAMPLES;
 
-use super::cell::Cell;
+use super::cell::{Cell, by_comparison};
 use super::engine::Engine;
 use super::environment;
 use super::grid::Experiment;
@@ -246,28 +246,16 @@ fn work(cells: &[Prepared]) -> u64 {
     cells.iter().map(|prepared| prepared.work().flops).sum()
 }
 
-/// Comparisons by what their cells share, those with most work first.
+/// Comparisons of cells that take trials, those with most work first.
 fn heaviest_first(cells: Vec<Prepared>) -> Vec<(String, Vec<Prepared>)> {
-    let mut comparisons: BTreeMap<String, Vec<Prepared>> = BTreeMap::new();
-    for prepared in cells {
-        comparisons.entry(prepared.cell.without_choice().id()).or_default().push(prepared);
-    }
-    let mut comparisons: Vec<_> = comparisons.into_iter().collect();
+    let mut comparisons = by_comparison(cells, |prepared| &prepared.cell);
     comparisons.sort_by_cached_key(|(id, cells)| (std::cmp::Reverse(work(cells)), id.clone()));
     comparisons
 }
 
-/// Cells by what they share, in the order of their first ones.
+/// Comparisons of cells, in the order of their first ones.
 pub(super) fn comparisons<'c>(cells: impl Iterator<Item = &'c Cell>) -> Vec<Vec<&'c Cell>> {
-    let mut comparisons: Vec<(String, Vec<&Cell>)> = Vec::new();
-    for cell in cells {
-        let id = cell.without_choice().id();
-        match comparisons.iter_mut().find(|(known, _)| *known == id) {
-            Some((_, cells)) => cells.push(cell),
-            None => comparisons.push((id, vec![cell])),
-        }
-    }
-    comparisons.into_iter().map(|(_, cells)| cells).collect()
+    by_comparison(cells, |cell| cell).into_iter().map(|(_, cells)| cells).collect()
 }
 
 /// A shard's part: each of `all`, from the first on, is for the shard that has least to do so far. All without shards.

@@ -3,7 +3,7 @@
 
 use crate::format::RowFormat;
 use crate::memory::Arena;
-use crate::model::{Config, Model, ModelError, fingerprint, locate};
+use crate::model::{Config, Model, ModelError, fingerprint, locate, packed_bytes};
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -34,6 +34,19 @@ impl OtherWeights {
             Some(OtherWeights::Format(format)) => Model::open_in(folder, Some(*format), arena),
             None => Model::open(folder, arena),
         }
+    }
+
+    /// Bytes of what [`OtherWeights::open`] keeps of a model.
+    ///
+    /// # Errors
+    /// As [`OtherWeights::open`].
+    pub fn bytes(of: Option<&Self>, folder: &Path) -> Result<u64, ModelError> {
+        let (folder, format) = match of {
+            Some(OtherWeights::Model(name)) => (&*locate(Path::new(name))?, None),
+            Some(OtherWeights::Format(format)) => (folder, Some(*format)),
+            None => (folder, None),
+        };
+        Ok(packed_bytes(folder, &Config::read(folder)?, format)?.0)
     }
 
     /// Refuses weights that are not of a model of this configuration.

@@ -65,22 +65,22 @@ fn is_plain(pool: &Pool) -> bool {
 /// Whether activations are as they are, or there are no such to compare with: rounding them saves no bytes.
 fn is_unrounded(pool: &Pool, pools: &[Pool]) -> bool {
     let unrounded = |pool: &Pool| pool.records[0].cell.activations.is_none();
-    unrounded(pool) || !pools.iter().any(unrounded)
+    unrounded(pool) || !pools.iter().any(|other| other.is_beside(pool) && unrounded(other))
 }
 
 /// Whether policies are compared in the formats of this pool: in the weights that losses are from or another model's, with
 /// activations as they are and in plain elements where there are such. The same comparison for every format would hide what it says.
 pub fn is_compared(pool: &Pool, pools: &[Pool]) -> bool {
-    let is_whole = weights(pool) == origin(pools) || is_another_model(pool, pools);
-    is_whole && is_unrounded(pool, pools) && (is_plain(pool) || !pools.iter().any(is_plain))
+    let is_whole = weights(pool) == origin(pool, pools) || is_another_model(pool, pools);
+    let has_plain = || pools.iter().any(|other| other.is_beside(pool) && is_plain(other));
+    is_whole && is_unrounded(pool, pools) && (is_plain(pool) || !has_plain())
 }
 
 /// What each pool spends and loses. Oracles know the future and are left out, and so are other models, which save nothing.
 fn spent<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
-    let origin = origin(pools);
     let one = |pool: &'a Pool<'a>| {
         let saved = Saved {
-            weights: weights(pool) != origin,
+            weights: weights(pool) != origin(pool, pools),
             format: !is_plain(pool),
             policy: !palette::is_baseline(pool.policy),
         };
@@ -97,15 +97,28 @@ fn spent<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
 pub fn of_cache<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
     let mut spent = spent(pools);
     spent.retain(|one| !one.saved.weights);
-    let is_mixed =
-        spent.iter().any(|one| one.saved.format && !one.saved.policy) && spent.iter().any(|one| one.saved.policy);
-    if is_mixed { spent } else { Vec::new() }
+    let is_mixed = |of: &Vec<Spent>| {
+        of.iter().any(|one| one.saved.format && !one.saved.policy) && of.iter().any(|one| one.saved.policy)
+    };
+    by_question(spent).into_iter().filter(is_mixed).flatten().collect()
 }
 
 /// What is spent on weights and cache; nothing where all weights are alike.
 pub fn of_whole<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
-    let spent = spent(pools);
-    if spent.iter().any(|one| one.saved.weights) { spent } else { Vec::new() }
+    let differ = |of: &Vec<Spent>| of.iter().any(|one| one.saved.weights);
+    by_question(spent(pools)).into_iter().filter(differ).flatten().collect()
+}
+
+/// Those of each question, such as of each model: what one loses says nothing of another.
+fn by_question(all: Vec<Spent<'_>>) -> Vec<Vec<Spent<'_>>> {
+    let mut questions: Vec<Vec<Spent>> = Vec::new();
+    for one in all {
+        match questions.iter_mut().find(|known| known[0].pool.is_beside(one.pool)) {
+            Some(question) => question.push(one),
+            None => questions.push(vec![one]),
+        }
+    }
+    questions
 }
 
 /// Those of which no other loses less with as few bytes, by bytes: the Pareto front. A logarithm has no place for what loses
@@ -124,7 +137,7 @@ pub fn front<'a>(mut spent: Vec<Spent<'a>>, bytes: fn(&Spent) -> f64) -> Vec<Spe
 
 /// For each budget in bytes what loses least: of the cache a format, a policy, both; of all bytes the weights, the cache, both.
 pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
-    let (cache, whole) = (of_cache(pools), of_whole(pools));
+    let (of_caches, of_wholes) = (by_question(of_cache(pools)), by_question(of_whole(pools)));
     let of_cache = |one: &Spent| match one.saved {
         Saved { format: true, policy: true, .. } => "both",
         Saved { format: true, .. } => "format",
@@ -137,25 +150,31 @@ pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
         Saved { format: false, policy: false, .. } => "",
         _ => "cache",
     };
-    let cache = Least {
-        heading: format!("eval: what loses least for so many bytes of the cache{protocol}"),
+    let caches = of_caches.into_iter().map(|spent| Least {
+        heading: format!("eval: what loses least for so many bytes of the cache{protocol}{}", named(&spent)),
         bytes: ("bytes a token", |one| one.bytes_per_token),
         kind: &of_cache,
         kinds: ["format", "policy", "both"],
         parts: CACHE_PARTS,
         full: "the full cache of plain elements",
-        spent: cache,
-    };
-    let whole = Least {
-        heading: format!("eval: what loses least for so many bytes of weights and cache{protocol}"),
+        spent,
+    });
+    let wholes = of_wholes.into_iter().map(|spent| Least {
+        heading: format!("eval: what loses least for so many bytes of weights and cache{protocol}{}", named(&spent)),
         bytes: ("bytes", |one| one.whole_bytes),
         kind: &of_whole,
         kinds: ["weights", "cache", "both"],
         parts: WHOLE_PARTS,
         full: "the weights that losses are from and the full cache of plain elements",
-        spent: whole,
-    };
-    [cache, whole].iter().filter_map(Least::table).collect()
+        spent,
+    });
+    caches.chain(wholes).filter_map(|least| least.table()).collect()
+}
+
+/// What sets a question apart, where there are several.
+fn named(spent: &[Spent]) -> String {
+    let words = spent[0].pool.question.trim_start();
+    if words.is_empty() { String::new() } else { format!(", {words}") }
 }
 
 /// A table of what loses least.
@@ -180,19 +199,17 @@ impl Least<'_, '_> {
         for part in self.parts {
             let fits = |one: &&Spent| bytes(one) <= full / part * ROUNDING;
             for kind in self.kinds {
-                let all = self.spent.iter().filter(|one| (self.kind)(one) == kind).filter(fits);
-                let Some(Spent { pool, kl_nats, .. }) =
-                    all.clone().min_by(|a, b| a.kl_nats.mean.total_cmp(&b.kl_nats.mean))
-                else {
-                    continue;
-                };
-                let spent = all.clone().find(|one| std::ptr::eq(one.pool, *pool)).map_or(0.0, bytes);
+                let fitting = self.spent.iter().filter(|one| (self.kind)(one) == kind).filter(fits);
+                let Some(best) = fitting.min_by(|a, b| a.kl_nats.mean.total_cmp(&b.kl_nats.mean)) else { continue };
+                let Spent { pool, kl_nats, .. } = best;
                 let budget = if pool.budget.is_empty() { String::new() } else { format!("@{}", pool.budget) };
+                // The heading says what the question is.
+                let apart = pool.apart().strip_prefix(&pool.question[..]).unwrap_or(pool.apart());
                 rows.push(vec![
                     format!("1/{part}"),
                     kind.into(),
-                    format!("{}{budget}{}", pool.policy, pool.apart()),
-                    units::bytes(spent as u64),
+                    format!("{}{budget}{apart}", pool.policy),
+                    units::bytes(bytes(best) as u64),
                     text::drift(kl_nats.mean),
                     format!("{}–{}", text::drift(kl_nats.ci95_low), text::drift(kl_nats.ci95_high)),
                 ]);
@@ -214,21 +231,29 @@ impl Least<'_, '_> {
 /// Whether two savings together lose what both lose alone: a format and a policy, and weights and a cache.
 pub fn findings(pools: &[Pool], protocol: &str) -> Vec<String> {
     let cell = |one: &Spent| (one.pool.records[0].cell.kv_format, one.pool.policy.to_string(), one.pool.budget.clone());
-    let (cache, whole) = (of_cache(pools), of_whole(pools));
-    let in_cache = added_up(&cache, |one, both| match (one.saved.format, one.saved.policy) {
-        _ if !(both.saved.format && both.saved.policy) => None,
-        (true, false) => (cell(one).0 == cell(both).0).then_some(0),
-        (false, true) => (cell(one).1 == cell(both).1 && cell(one).2 == cell(both).2).then_some(1),
-        _ => None,
-    });
-    let in_whole = added_up(&whole, |one, both| match one.saved {
-        _ if !both.saved.weights || !(both.saved.format || both.saved.policy) => None,
-        Saved { weights: true, format: false, policy: false } => (one.weights() == both.weights()).then_some(0),
-        Saved { weights: false, format, policy } if format || policy => (cell(one) == cell(both)).then_some(1),
-        _ => None,
-    });
-    let named = [("a format and a policy", in_cache), ("weights in fewer bits and a smaller cache", in_whole)];
-    let sentences = named.into_iter().filter_map(|(what, added)| {
+    let in_cache = |spent: &[Spent]| {
+        added_up(spent, |one, both| match (one.saved.format, one.saved.policy) {
+            _ if !(both.saved.format && both.saved.policy) => None,
+            (true, false) => (cell(one).0 == cell(both).0).then_some(0),
+            (false, true) => (cell(one).1 == cell(both).1 && cell(one).2 == cell(both).2).then_some(1),
+            _ => None,
+        })
+    };
+    let in_whole = |spent: &[Spent]| {
+        added_up(spent, |one, both| match one.saved {
+            _ if !both.saved.weights || !(both.saved.format || both.saved.policy) => None,
+            Saved { weights: true, format: false, policy: false } => (one.weights() == both.weights()).then_some(0),
+            Saved { weights: false, format, policy } if format || policy => (cell(one) == cell(both)).then_some(1),
+            _ => None,
+        })
+    };
+    let caches = by_question(of_cache(pools))
+        .into_iter()
+        .map(|spent| ("a format and a policy", named(&spent), in_cache(&spent)));
+    let wholes = by_question(of_whole(pools))
+        .into_iter()
+        .map(|spent| ("weights in fewer bits and a smaller cache", named(&spent), in_whole(&spent)));
+    let sentences = caches.chain(wholes).filter_map(|(what, of, added)| {
         let Added { mut ratios, more, less } = added;
         ratios.sort_by(f64::total_cmp);
         let (least, most) = (ratios.first()?, ratios.last()?);
@@ -240,10 +265,10 @@ pub fn findings(pools: &[Pool], protocol: &str) -> Vec<String> {
                     (_, 1) => format!("less, {beyond}"),
                     _ => "within the 95% interval of the paired samples".into(),
                 };
-                format!("eval{protocol}: {what} together have {least:.2} times the KL that both have alone, added up (1 pair; {sure}).")
+                format!("eval{protocol}{of}: {what} together have {least:.2} times the KL that both have alone, added up (1 pair; {sure}).")
             }
             pairs => format!(
-                "eval{protocol}: {what} together have {least:.2} to {most:.2} times the KL that both have alone, added up \
+                "eval{protocol}{of}: {what} together have {least:.2} to {most:.2} times the KL that both have alone, added up \
                  (median {:.2}, {pairs} pairs); {beyond} it is more in {more} and less in {less}.",
                 quantile(&ratios, 0.5),
             ),
@@ -338,6 +363,38 @@ mod tests {
         assert!(whole.contains("1.00 to 1.00 times") && whole.contains("22 pairs"), "{whole}");
         let compared = pools.iter().filter(|pool| is_compared(pool, &pools));
         assert!(compared.clone().count() > 0 && compared.clone().all(|pool| !pool.apart().contains("q8_0")));
+    }
+
+    /// What one model loses says nothing of another: both have the tables and the sentences that they have alone.
+    #[test]
+    fn models_are_not_mixed() {
+        let of_model = |name: &str, times: f64| -> Vec<Record> {
+            let of = |record: Record| {
+                let mut record = samples::with_cell(record, |cell| cell.model = Some(format!("models/{name}")));
+                let answers = record.answers.as_mut().unwrap();
+                answers.sample_kl_nats.iter_mut().for_each(|kl| *kl *= times);
+                record
+            };
+            samples::hybrid().records.into_iter().map(of).collect()
+        };
+        let runs = [("llama", of_model("llama", 1.0)), ("qwen", of_model("qwen", 7.0))];
+        let both: Vec<&Record> = runs.iter().flat_map(|(_, records)| records).collect();
+        let (both, _) = pools(&both);
+        for (name, records) in &runs {
+            let (alone, _) = pools(&records.iter().collect::<Vec<_>>());
+            let bare = |text: &str| text.replace(&format!(", {name}"), "").replace(&format!(" {name}"), "");
+            let of_tables = |pools: &[Pool]| -> Vec<(String, Vec<String>)> {
+                let found = tables(pools, "").into_iter().map(|table| (table.heading, table.rows));
+                found.map(|(heading, rows)| (heading, rows.iter().map(|row| bare(&row.join("|"))).collect())).collect()
+            };
+            let (all, expected) = (of_tables(&both), of_tables(&alone));
+            let own: Vec<_> = all.iter().filter(|(heading, _)| heading.ends_with(&format!(", {name}"))).collect();
+            assert_eq!((all.len(), own.len()), (4, expected.len()), "{all:?}");
+            assert!(own.iter().zip(&expected).all(|(own, alone)| own.1 == alone.1), "{own:?} {expected:?}");
+            let said: Vec<String> =
+                findings(&both, "").iter().filter(|said| said.contains(name)).map(|said| bare(said)).collect();
+            assert_eq!(said, findings(&alone, ""));
+        }
     }
 
     /// A model with adapters merged into it takes more bytes than the file that divergences are from: it saves nothing, and is ranked.

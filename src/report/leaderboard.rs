@@ -69,7 +69,7 @@ fn leaderboard(pools: &[Pool], scored: bool) -> Vec<Vec<String>> {
         true => pool.score().map(|score| 100.0 * score.mean),
         false => Some(pool.nll_nats().exp()),
     };
-    // Written budgets in the order in which records are sorted: the least first.
+    // Written budgets, from the largest: records are sorted from the least.
     let mut budgets: Vec<&str> = Vec::new();
     for pool in pools.iter().rev() {
         if !pool.budget.is_empty() && !budgets.contains(&pool.budget.as_str()) {

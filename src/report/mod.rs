@@ -232,7 +232,7 @@ fn plot_folders(runs: &[Run]) -> Vec<String> {
     folders
 }
 
-/// The last record of each cell, sorted by measure, context or facts, kernel, policy, budget, heads, trace, strategy, episode, memory,
+/// The last record of each cell, sorted by measure, context or facts, kernel, policy, budget, heads, batch, trace, strategy, episode, memory,
 /// ranks, model, task, formats and seed.
 fn latest(records: &[Record]) -> Vec<&Record> {
     let by_id: BTreeMap<&str, &Record> = records.iter().map(|record| (record.cell_id.as_str(), record)).collect();
@@ -242,7 +242,7 @@ fn latest(records: &[Record]) -> Vec<&Record> {
     let key = |record: &Record| {
         let cell = &record.cell;
         let budget = cell.budget.clone().map(|budget| (size(&budget), budget));
-        let heads = (cell.q_heads, cell.kv_heads);
+        let heads = (cell.q_heads, cell.kv_heads, cell.batch);
         // By length first: reservations before pages, and pages by their size.
         let strategy = cell.strategy.clone().map(|name| (name.len(), name));
         let serving = (std::cmp::Reverse(cell.trace.clone()), strategy, cell.page_tokens);

@@ -18,19 +18,22 @@ pub fn weights_bytes(pool: &Pool) -> u64 {
     memory.and_then(|memory| memory.peak_by_label.get(&Label::Weights)).copied().unwrap_or(0)
 }
 
-/// The weights that divergences are from: those of the model's own files or, where no pool has these, the widest.
-pub fn origin<'a>(pools: &'a [Pool<'_>]) -> Option<&'a OtherWeights> {
-    match pools.iter().any(|pool| weights(pool).is_none()) {
+/// The weights that a pool's divergences are from: those of the model's own files or, where no pool of its question has these, the
+/// widest.
+pub fn origin<'a>(pool: &Pool, pools: &'a [Pool<'_>]) -> Option<&'a OtherWeights> {
+    let beside = pools.iter().filter(|other| other.is_beside(pool));
+    match beside.clone().any(|other| weights(other).is_none()) {
         true => None,
-        false => pools.iter().max_by_key(|pool| weights_bytes(pool)).and_then(weights),
+        false => beside.max_by_key(|other| weights_bytes(other)).and_then(weights),
     }
 }
 
 /// Whether a pool's weights are those of another model: other files that take more bytes than what divergences are from.
 pub fn is_another_model(pool: &Pool, pools: &[Pool]) -> bool {
     let least = |of: Option<&OtherWeights>| {
-        pools.iter().filter(|pool| weights(pool) == of).map(weights_bytes).min().unwrap_or(0)
+        let of_weights = pools.iter().filter(|other| other.is_beside(pool) && weights(other) == of);
+        of_weights.map(weights_bytes).min().unwrap_or(0)
     };
     let own = weights(pool);
-    matches!(own, Some(OtherWeights::Model(_))) && least(own) > least(origin(pools))
+    matches!(own, Some(OtherWeights::Model(_))) && least(own) > least(origin(pool, pools))
 }

@@ -23,6 +23,9 @@ pub struct Pool<'a> {
     pub budget: String,
     /// Hash of all else that sets its cells apart, such as the model: policies of another setting answer another question.
     pub setting: String,
+    /// What sets its cells apart from others besides policy, budget and formats, such as the model; empty or with a leading space.
+    /// What one loses beside another is a matter of one question.
+    pub question: String,
     /// One for each task.
     pub records: Vec<&'a Record>,
 }
@@ -102,7 +105,14 @@ fn grouped<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
             (format!("{policy}{}", naming.apart(record)), record.cell.budget.clone().unwrap_or_default());
         match pools.iter_mut().find(|pool| pool.name == name && pool.budget == budget) {
             Some(pool) => pool.records.push(record),
-            None => pools.push(Pool { name, policy, budget, setting: setting(&record.cell), records: vec![record] }),
+            None => pools.push(Pool {
+                name,
+                policy,
+                budget,
+                setting: setting(&record.cell),
+                question: naming.apart(&without_choice(record)),
+                records: vec![record],
+            }),
         }
     }
     // Another model's answers are compared with those of the model that its divergences are from.
@@ -138,6 +148,12 @@ fn asked(record: &Record) -> AskedOf<'_> {
     (task.as_deref(), text.as_deref(), *seed, workload_hash)
 }
 
+/// A record of what a cell's answers are about, whatever was chosen.
+fn without_choice(record: &Record) -> Record {
+    let Record { threads, isa_path, .. } = record;
+    Record { threads: *threads, isa_path: isa_path.clone(), ..Record::blank(record.cell.without_choice()) }
+}
+
 /// Hash of what the cells of a comparison have in common besides their tasks and seeds. Policies are ranked in one format of each.
 fn setting(cell: &Cell) -> String {
     let Cell { kv_format, weights, weights_hash, activations, .. } = cell.clone();
@@ -146,6 +162,11 @@ fn setting(cell: &Cell) -> String {
 }
 
 impl Pool<'_> {
+    /// Whether both answer one question, in the same formats or others.
+    pub fn is_beside(&self, other: &Pool<'_>) -> bool {
+        self.question == other.question
+    }
+
     /// What sets it apart besides its policy; empty or with a leading space.
     pub fn apart(&self) -> &str {
         &self.name[self.policy.len()..]

@@ -6,6 +6,7 @@ use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
 use crate::serving::{Usage, published};
 use minijinja::{Value, context};
+use std::collections::BTreeMap;
 
 /// Number of a share, in percent with one digit.
 fn percent(share: f64) -> String {
@@ -88,30 +89,63 @@ pub fn rows(records: &[&Record]) -> Vec<Value> {
     records.iter().map(row).collect()
 }
 
-/// For each trace: the strategies with the least and with the most tokens in the pool.
+/// For each trace: the strategies with the least and with the most tokens in the pool. Of several seeds the median speaks, so that
+/// no strategy is the best by a lucky one.
 pub fn findings(records: &[&Record]) -> Vec<String> {
-    let mut served: Vec<(&Record, &Usage)> = records
-        .iter()
-        .filter(|record| record.cell.measure == Measure::SERVE)
-        .filter_map(|record| Some((*record, usage(record)?)))
-        .collect();
-    served.sort_by(|(a, one), (b, other)| {
-        names(a).0.cmp(names(b).0).then(one.token_fraction.total_cmp(&other.token_fraction))
-    });
-    let of_traces = served.chunk_by(|(a, _), (b, _)| a.cell.trace == b.cell.trace).filter(|found| found.len() > 1);
-    let sentence = |found: &[(&Record, &Usage)]| {
-        let ((least, low), (most, high)) = (found[0], found[found.len() - 1]);
-        format!(
-            "serve, {}: tokens fill {}% of the slots under `{}` and {}% under `{}`; {:.1} and {:.1} requests run at a \
-             time.",
-            names(least).0,
+    let mut traces: BTreeMap<&str, BTreeMap<&str, Vec<&Usage>>> = BTreeMap::new();
+    for record in records.iter().filter(|record| record.cell.measure == Measure::SERVE) {
+        let (trace, strategy) = names(record);
+        traces.entry(trace).or_default().entry(strategy).or_default().extend(usage(record));
+    }
+    let sentence = |(trace, strategies): (&str, BTreeMap<&str, Vec<&Usage>>)| {
+        let of_seeds = match strategies.values().map(Vec::len).max() {
+            Some(seeds) if seeds > 1 => format!(", the median of {seeds} seeds"),
+            _ => String::new(),
+        };
+        let mut served: Vec<(&str, &Usage)> =
+            strategies.into_iter().filter_map(|(name, of_seeds)| Some((name, median(of_seeds)?))).collect();
+        served.sort_by(|(_, one), (_, other)| one.token_fraction.total_cmp(&other.token_fraction));
+        let [(least, low), .., (most, high)] = served[..] else { return None };
+        Some(format!(
+            "serve, {trace}{of_seeds}: tokens fill {}% of the slots under `{least}` and {}% under `{most}`; {:.1} and {:.1} \
+             requests run at a time.",
             percent(low.token_fraction),
-            names(least).1,
             percent(high.token_fraction),
-            names(most).1,
             low.mean_batch,
             high.mean_batch,
-        )
+        ))
     };
-    of_traces.map(sentence).collect()
+    traces.into_iter().filter_map(sentence).collect()
+}
+
+/// The simulation with the lower median of tokens in the pool.
+fn median(mut of_seeds: Vec<&Usage>) -> Option<&Usage> {
+    of_seeds.sort_by(|one, other| one.token_fraction.total_cmp(&other.token_fraction));
+    of_seeds.get(of_seeds.len().saturating_sub(1) / 2).copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::samples::{served, with_cell};
+
+    #[test]
+    fn strategies_are_held_against_one_another_by_the_median_of_their_seeds() {
+        let of = |strategy: &str, seed: u64, token_fraction: f64| {
+            let mut record = with_cell(served("sharegpt", strategy), |cell| cell.seed = seed);
+            record.serving.as_mut().unwrap().token_fraction = token_fraction;
+            record
+        };
+        // The best and the worst seed are of one strategy.
+        let paged = [0.9, 0.2, 0.8].iter().zip(0..).map(|(&share, seed)| of("paged:page=16", seed, share));
+        let max = [0.3, 0.4, 0.5].iter().zip(0..).map(|(&share, seed)| of("max", seed, share));
+        let (paged, max) = (paged.collect::<Vec<_>>(), max.collect::<Vec<_>>());
+        let found = findings(&paged.iter().chain(&max).collect::<Vec<_>>());
+        let expected = "serve, sharegpt, the median of 3 seeds: tokens fill 40.0% of the slots under `max` and 80.0% \
+                        under `paged:page=16`; ";
+        assert!(found.len() == 1 && found[0].starts_with(expected), "{found:?}");
+        assert_eq!(findings(&paged.iter().collect::<Vec<_>>()), Vec::<String>::new(), "one strategy is no comparison");
+        let found = findings(&[&paged[0], &max[0]]);
+        assert!(found[0].starts_with("serve, sharegpt: tokens fill 30.0%"), "{found:?}");
+    }
 }

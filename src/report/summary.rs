@@ -8,12 +8,16 @@ use super::naming::{CONTEXT, Dimension, HEADS, KERNEL, Naming, SAMPLES, SEED};
 use super::table::{MOST_COLUMNS, Table, lines, shortened, wrapped};
 use super::text::{self, NOTHING};
 use super::{SPARSE, answers, baseline, edits, knobs, latest, noise, recall, serving, steps, tuning};
+use crate::experiment::cell::by_comparison;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Eviction, Record, Status};
 use crate::ranks::OfRank;
 use crate::serving::published;
 use crate::units;
 use std::collections::BTreeMap;
+
+/// The rows of a table, and what its columns are.
+type Explained = (Vec<Vec<String>>, &'static str);
 
 /// A column: its heading, and what stands in it.
 type Column<'a> = (&'static str, Box<dyn Fn(&Record) -> String + 'a>);
@@ -51,23 +55,13 @@ fn table(records: &[&Record]) -> String {
         return format!("### recall\n\n{common}\n\n{}", lines(rows));
     }
     if measure == Measure::TUNE {
-        let common = wrapped(&Naming::over(records, &[CONTEXT, SEED]).common);
-        let [held, taken] =
-            tuning::tables(records).map(|(rows, words)| format!("{}\n{}\n", lines(rows), wrapped(words)));
-        return format!("### tune\n\n{common}\n\n{held}\n{taken}");
+        return of_comparisons(records, tuning::tables);
     }
     if measure == Measure::EDIT {
         return edits::tables(records).iter().map(Table::markdown).collect::<Vec<_>>().join("\n");
     }
     if measure == Measure::TRAIN {
-        let together = |a: &&Record, b: &&Record| a.cell.without_choice() == b.cell.without_choice();
-        let table = |records: &[&Record]| {
-            let common = wrapped(&Naming::over(records, &[CONTEXT, SEED]).common);
-            let [held, taken] =
-                steps::tables(records).map(|(rows, words)| format!("{}\n{}\n", lines(rows), wrapped(words)));
-            format!("### train\n\n{common}\n\n{held}\n{taken}")
-        };
-        return records.chunk_by(together).map(table).collect::<Vec<_>>().join("\n");
+        return of_comparisons(records, steps::tables);
     }
     if measure == Measure::EVAL {
         return answers::tables(records);
@@ -88,6 +82,17 @@ fn table(records: &[&Record]) -> String {
     let context = records.iter().filter_map(|record| record.memory.as_ref()?.context_bytes).max();
     let beside = context.map(|bytes| format!("\nBeside each peak the GPU's context takes {}.\n", units::bytes(bytes)));
     format!("### {}\n\n{}\n\n{}{}", measure.name(), wrapped(&naming.common), lines(rows), beside.unwrap_or_default())
+}
+
+/// Two tables for each comparison, each table with what its columns are.
+fn of_comparisons(records: &[&Record], tables: fn(&[&Record]) -> [Explained; 2]) -> String {
+    let table = |(_, records): (String, Vec<&Record>)| {
+        let common = wrapped(&Naming::over(&records, &[CONTEXT, SEED]).common);
+        let [held, taken] = tables(&records).map(|(rows, words)| format!("{}\n{}\n", lines(rows), wrapped(words)));
+        format!("### {}\n\n{common}\n\n{held}\n{taken}", records[0].cell.measure.name())
+    };
+    let comparisons = by_comparison(records.iter().copied(), |record| &record.cell);
+    comparisons.into_iter().map(table).collect::<Vec<_>>().join("\n")
 }
 
 /// A cell's text with a sign where its record carries a warning, which stands below the table.

@@ -26,14 +26,12 @@ fn of_model(model: &str, grid: &str) -> Result<Experiment, String> {
 }
 
 fn go(experiment: &Experiment, out: &Path, resume: bool) -> Result<Outcome, RunError> {
-    let options = Options {
-        out: out.into(),
-        resume,
-        join: false,
-        shard: None,
-        limit_bytes: 1 << 30,
-        repro: "kvsieve run x.toml".into(),
-    };
+    go_within(1 << 30, experiment, out, resume)
+}
+
+fn go_within(limit_bytes: u64, experiment: &Experiment, out: &Path, resume: bool) -> Result<Outcome, RunError> {
+    let options =
+        Options { out: out.into(), resume, join: false, shard: None, limit_bytes, repro: "kvsieve run x.toml".into() };
     run(experiment, &Registry::default(), &Cpu::new(Some(2)).unwrap(), &options, &mut |_| ())
 }
 
@@ -527,5 +525,21 @@ fn weights_in_fewer_bits_are_compared_with_those_of_the_file() {
     for (weights, reason) in [("q4_k", "256"), ("int4:hadamard=true", "no hadamard=true"), ("int5", "unknown format")] {
         let error = experiment(folder.path(), &grid(&format!("\"{weights}\""))).err().unwrap_or_default();
         assert!(error.contains(reason) && !error.trim_end().contains('\n'), "{weights}: {error}");
+    }
+}
+
+#[test]
+fn who_has_no_room_is_told_of_the_models_beside_it() {
+    let folder = tempfile::tempdir().unwrap();
+    for (weights, beside) in [("\"file\"", None), ("[\"file\", \"int8\"]", Some("holds 2 models at once, "))] {
+        let grid =
+            format!("context_tokens = 300\ntask = \"passkey\"\nsamples = 1\npolicy = \"full\"\nweights = {weights}");
+        let experiment = experiment(folder.path(), &grid).unwrap();
+        for record in go_within(1 << 10, &experiment, &folder.path().join("out"), false).unwrap().records {
+            let reason = record.reason.unwrap();
+            assert_eq!(record.status, Status::Oom, "{reason}");
+            assert_eq!(reason.contains("the comparison holds"), beside.is_some(), "{reason}");
+            assert!(reason.contains(beside.unwrap_or_default()) && !reason.contains('\n'), "{reason}");
+        }
     }
 }

@@ -315,13 +315,23 @@ fn inputs_come_from_a_file() {
         assert_eq!((cell.batch, cell.q_heads, cell.kv_heads, cell.head_dim, cell.dtype), (2, 4, 2, 16, DType::Bf16));
         assert!(record.eviction.as_ref().is_none_or(|eviction| eviction.needle_recall.is_none()));
     }
-    // A measure that reads no tensors would ignore them.
-    let recall = format!(
-        "[file]\npath = {path:?}\n[[grid]]\nmeasure = \"recall\"\nmemory = \"list:slots=8\"\nepisode = \"write\"\n"
-    );
-    let spec = Spec::parse(&format!("name = \"x\"\n{recall}"), "x.toml").unwrap();
-    let refused = Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu).err().unwrap().to_string();
-    assert!(refused.contains("recall reads no tensors; leave [file] out"), "{refused}");
+    for (grid, expected) in [
+        // A measure that reads no tensors would ignore them.
+        (
+            "measure = \"recall\"\nmemory = \"list:slots=8\"\nepisode = \"write\"",
+            "recall reads no tensors; leave [file] out",
+        ),
+        // Other seeds do not change them, and would make one draw look like many.
+        (
+            "measure = \"forward\"\ncontext_tokens = 100\nseed = [0, 1]",
+            "seed is [0, 1]; the tensors of a [file] are the same for every seed",
+        ),
+    ] {
+        let text = format!("name = \"x\"\n[file]\npath = {path:?}\n[[grid]]\n{grid}\n");
+        let spec = Spec::parse(&text, "x.toml").unwrap();
+        let refused = Experiment::new(spec, "x.toml", &Registry::default(), Device::Cpu).err().unwrap().to_string();
+        assert!(refused.contains(expected), "{refused}");
+    }
     // Other bytes are another workload.
     tensor_file(&path, 150, 2);
     let other = run(&grids);

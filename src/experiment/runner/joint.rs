@@ -3,8 +3,8 @@
 //! Whoever has claimed a comparison runs what no one recorded of it. What failed counts as recorded: it would fail every
 //! process that comes by.
 
-use super::{Outcome, Progress, RunError, Runner, comparisons, described, heaviest_first, prepare, to_run};
-use crate::experiment::cell::Cell;
+use super::{Outcome, Progress, RunError, Runner, described, heaviest_first, prepare, to_run};
+use crate::experiment::cell::{Cell, by_comparison};
 use crate::experiment::engine::Engine;
 use crate::experiment::environment;
 use crate::experiment::grid::Experiment;
@@ -54,9 +54,8 @@ pub(super) fn run(
 ) -> Result<Outcome, RunError> {
     let in_trials = heaviest_first(prepare(experiment, registry, engine)?);
     let in_trials = in_trials.into_iter().map(|(id, cells)| (id, Work::Trials(cells)));
-    let together = comparisons(experiment.in_comparisons())
-        .into_iter()
-        .map(|cells| (cells[0].without_choice().id(), Work::Together(cells.into_iter().cloned().collect())));
+    let together = by_comparison(experiment.in_comparisons().cloned(), |cell| cell);
+    let together = together.into_iter().map(|(id, cells)| (id, Work::Together(cells)));
     let (config, environment) = described(experiment, engine, options);
     let base = options.out.join(&experiment.spec.name);
     let joint = Joint::open(&base, &experiment.config_hash(), &config, &environment)?;

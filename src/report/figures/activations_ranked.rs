@@ -13,7 +13,10 @@ pub fn rows(data: &Data) -> Option<Picture> {
     let (mut pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     pools.retain(|pool| pool.records[0].cell.kv_format.is_none() && palette::is_baseline(pool.policy));
     let format = |pool: &Pool| pool.records[0].cell.activations;
-    let weights = |pool: &Pool| pool.records[0].cell.weights.as_ref().map_or("of the file".into(), |one| one.words());
+    let weights = |pool: &Pool| {
+        let words = pool.records[0].cell.weights.as_ref().map_or("of the file".into(), |one| one.words());
+        words + &pool.question
+    };
     let lost = |pool: &Pool| pool.kl_nats().map(|kl| kl.mean).filter(|&mean| mean > 0.0);
     let (mut formats, mut kinds): (Vec<Option<RowFormat>>, Vec<String>) = Default::default();
     // What loses least comes first, whatever weights lose it.

@@ -5,7 +5,7 @@ use crate::experiment::measure::Measure;
 use crate::experiment::record::Status;
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
 use crate::report::combined::{Spent, front, of_cache};
-use crate::report::pools::all_pools;
+use crate::report::pools::{Pool, all_pools};
 use std::collections::BTreeMap;
 
 /// Each policy's Pareto front over formats and budgets.
@@ -13,7 +13,8 @@ pub fn chart(data: &Data) -> Option<Chart> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     let mut by_policy: BTreeMap<(String, String), Vec<Spent>> = BTreeMap::new();
     for one in of_cache(&pools) {
-        by_policy.entry((one.pool.policy.into(), one.pool.policy.into())).or_default().push(one);
+        let Pool { policy, question, .. } = one.pool;
+        by_policy.entry((policy.to_string(), format!("{policy}{question}"))).or_default().push(one);
     }
     let y = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let styles = data.styles(by_policy.keys());

@@ -15,7 +15,8 @@ pub fn chart(data: &Data) -> Option<Chart> {
     for one in of_whole(&pools) {
         let name =
             one.weights().map_or("weights as in the file".into(), |weights| format!("weights {}", weights.words()));
-        by_weights.entry((name.clone(), name)).or_default().push(one);
+        let of_question = format!("{name}{}", one.pool.question);
+        by_weights.entry((name, of_question)).or_default().push(one);
     }
     let y = Axis { label: "KL divergence (nats per token)".into(), field: "kl_nats", quantity: Quantity::Drift };
     let styles = data.styles(by_weights.keys());

@@ -19,7 +19,7 @@ pub fn rows(data: &Data) -> Option<Picture> {
     alone.sort_by_key(|one| std::cmp::Reverse(weights_bytes(one.pool)));
     let row = |one: &Spent| {
         let weights = one.weights().map_or("of the file".into(), OtherWeights::short);
-        let name = format!("{weights}, {}", units::bytes(weights_bytes(one.pool)));
+        let name = format!("{weights}{}, {}", one.pool.question, units::bytes(weights_bytes(one.pool)));
         Row { name, values: vec![Some((one.kl_nats.mean, one.pool.cell_ids()))] }
     };
     (alone.len() > 1).then(|| {

@@ -424,6 +424,39 @@ fn weights_of_several_formats_are_drawn_as_fronts_over_all_bytes() {
 }
 
 #[test]
+fn what_two_protocols_lose_is_not_mixed() {
+    use crate::eval::Protocol;
+    for (run, ids) in [
+        (samples::hybrid(), &["kl-vs-bits-and-tokens", "kl-vs-weights-and-cache", "weights-ranked"][..]),
+        (samples::activations(), &["activations-ranked"]),
+    ] {
+        let under = |protocol: Protocol, times: f64| {
+            let one = move |mut record: Record| {
+                let answers = record.answers.as_mut().unwrap();
+                answers.sample_kl_nats.iter_mut().for_each(|kl| *kl *= times);
+                with_cell(record, |cell| cell.protocol = Some(protocol))
+            };
+            run.records.clone().into_iter().map(one)
+        };
+        let both = of(under(Protocol::Agnostic, 1.0).chain(under(Protocol::Aware, 3.0)).collect());
+        for id in ids {
+            let (alone, both) = (table(&run, id), table(&both, id));
+            assert!(!alone.is_empty() && both.len() == 2 * alone.len(), "{id}: {both:?}");
+            for row in &alone {
+                let kl: f64 = row["kl_nats"].parse().unwrap();
+                let has = |times: f64| {
+                    let is = |other: &BTreeMap<String, String>| {
+                        other["kl_nats"].parse::<f64>().is_ok_and(|other| (other - times * kl).abs() <= 1e-9)
+                    };
+                    both.iter().any(is)
+                };
+                assert!(has(1.0) && has(3.0), "{id}: {kl} {both:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn weights_alone_are_ranked_by_their_bytes() {
     let ranked = table(&samples::hybrid(), "weights-ranked");
     let names: Vec<&str> = ranked.iter().map(|row| row["series"].as_str()).collect();

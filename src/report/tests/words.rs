@@ -58,6 +58,30 @@ fn the_summary_compares_with_the_baseline_of_the_same_cell() {
 }
 
 #[test]
+fn steps_of_each_shape_have_tables_of_their_own() {
+    let shapes = [(256, 1), (256, 2), (512, 2)];
+    for (run, rows, against) in [(samples::training(), 18, 3), (samples::tuning(), 8, 0)] {
+        let of_shape = |shape| {
+            let place =
+                move |record: &Record| with_cell(record.clone(), |cell| (cell.context_tokens, cell.batch) = shape);
+            run.records.iter().map(place)
+        };
+        let summary = summary_table(&shapes.into_iter().flat_map(of_shape).collect::<Vec<_>>());
+        let headings: Vec<&str> =
+            summary.lines().filter(|line| line.ends_with(" context") || line.contains(" context ·")).collect();
+        assert_eq!(headings.len(), shapes.len(), "{summary}");
+        for (heading, (context, batch)) in headings.iter().zip(shapes) {
+            assert!(heading.starts_with(&format!("{context} context ")), "{heading}");
+            assert_eq!(heading.contains(&format!("B {batch} ")), batch > 1, "{heading}");
+        }
+        let lines = summary.lines().filter(|line| line.starts_with("| ")).count();
+        assert_eq!(lines, shapes.len() * (rows + 2), "{summary}");
+        // Each stage is held against that of its own batch.
+        assert_eq!(summary.matches("1.30x [").count(), against, "{summary}");
+    }
+}
+
+#[test]
 fn what_is_not_there_is_told_before_what_is() {
     let mut run = samples::answers();
     run.environment["run"]["cells"] = run.records.len().into();

@@ -12,6 +12,7 @@ use crate::model::{Eviction, Model, ModelError, Repeat, Text, locate};
 use crate::policy::{Policy, PolicyError, Registry};
 use crate::task;
 use crate::train::sensitivity;
+use crate::units;
 use std::path::Path;
 
 /// Samples that each cell also runs alone, for times and memory: fewer where many cells do so.
@@ -59,13 +60,11 @@ impl<'c> Group<'c> {
         let folder = locate(Path::new(cell.model.as_deref().unwrap_or_default()))?;
         let mut models = Vec::new();
         let mut left_bytes = limit_bytes;
-        for weights in std::iter::once(None).chain(cells.iter().map(|cell| cell.weights.as_ref())) {
-            if models.iter().all(|opened: &Opened| opened.weights != weights) {
-                let arena = Arena::with_limit(left_bytes);
-                let model = OtherWeights::open(weights, &folder, &arena)?;
-                left_bytes = left_bytes.saturating_sub(arena.usage().live_bytes);
-                models.push(Opened { weights, arena, model });
-            }
+        for weights in weights(cells) {
+            let arena = Arena::with_limit(left_bytes);
+            let model = OtherWeights::open(weights, &folder, &arena)?;
+            left_bytes = left_bytes.saturating_sub(arena.usage().live_bytes);
+            models.push(Opened { weights, arena, model });
         }
         let shared_arena = Arena::with_limit(left_bytes);
         let text = Text::open(&folder)?;
@@ -145,6 +144,30 @@ impl<'c> Group<'c> {
         let arena = &opened.expect("treatments are of models of the group").arena;
         alone(&self.stage(cpu, arena), treatment, prompt, self.room(prompt, &prompt.asked[0]))
     }
+}
+
+/// The weights that a comparison holds at once: those of the model's own files, and each of the others.
+fn weights<'c>(cells: &[&'c Cell]) -> Vec<Option<&'c OtherWeights>> {
+    let mut all = vec![None];
+    for weights in cells.iter().map(|cell| cell.weights.as_ref()) {
+        if !all.contains(&weights) {
+            all.push(weights);
+        }
+    }
+    all
+}
+
+/// What a cell without room must know, in words: how many models its comparison holds at once. Nothing where it is one.
+pub fn models_at_once(cells: &[&Cell]) -> Option<String> {
+    let all = weights(cells);
+    let folder = locate(Path::new(cells[0].model.as_deref()?)).ok()?;
+    let bytes = all.iter().map(|weights| OtherWeights::bytes(*weights, &folder)).sum::<Result<u64, _>>().ok()?;
+    (all.len() > 1).then(|| {
+        let (count, bytes) = (all.len(), units::bytes(bytes));
+        format!(
+            "the comparison holds {count} models at once, {bytes} of weights; fewer weights in a run leave more room"
+        )
+    })
 }
 
 /// How many samples each of so many cells also runs alone.

@@ -104,7 +104,9 @@ impl Comparisons for Eval {
             let all = |_| together::Ended { result: Err((status, reason.clone())), warnings: Vec::new() };
             cells.iter().map(all).collect()
         });
-        records.into_iter().zip(ended).map(|(record, ended)| filled(record, ended)).collect()
+        let has_no_room = |ended: &together::Ended| matches!(ended.result, Err((Status::Oom, _)));
+        let beside = if ended.iter().any(has_no_room) { group::models_at_once(&cells) } else { None };
+        records.into_iter().zip(ended).map(|(record, ended)| filled(record, ended, beside.as_deref())).collect()
     }
 
     fn finish(&self, folder: &Path, cell: &Cell) -> io::Result<()> {
@@ -112,11 +114,14 @@ impl Comparisons for Eval {
     }
 }
 
-/// A record with what its cell measured, or why it did not.
-fn filled(record: Record, ended: together::Ended) -> Record {
+/// A record with what its cell measured, or why it did not; where it had no room, with what is held `beside` it.
+fn filled(record: Record, ended: together::Ended, beside: Option<&str>) -> Record {
     let record = Record { warnings: ended.warnings, ..record };
     match ended.result {
-        Err((status, reason)) => Record { status, reason: Some(reason), ..record },
+        Err((status, reason)) => {
+            let beside = beside.filter(|_| status == Status::Oom).map_or(String::new(), |words| format!("; {words}"));
+            Record { status, reason: Some(reason + &beside), ..record }
+        }
         Ok(numbers) => {
             let phase = |(phase, samples): (&str, Vec<u64>)| (phase.to_string(), latency(samples, 0, "samples"));
             let latency = numbers.samples_ns.into_iter().map(phase).collect();
