@@ -267,6 +267,7 @@ fn every_mistake_is_one_line() {
         (&["x.toml"], "error: the following required arguments were not provided: --tasks <N>"),
         (&["none.toml", "--tasks", "2"], "error: there is no experiment 'none.toml'"),
         (&["x.toml", "--tasks", "2", "--cpus", "0"], "error: invalid value '0' for '--cpus <N>'"),
+        (&["x.toml", "--tasks", "2", "--cpus", "99999"], "error: invalid value '99999' for '--cpus <N>'"),
         (
             &["x.toml", "--tasks", "2", "--time", "1 hour"],
             "error: invalid value '1 hour' for '--time <TIME>': '1 hour' is no time limit; write minutes,",

@@ -232,6 +232,7 @@ fn in_options(message: &str) -> String {
         ("context_tokens", "--context"),
         ("new_tokens is 1", "--new-tokens is 1"),
         ("samples and new_tokens", "--samples and --new-tokens"),
+        ("samples is ", "--samples is "),
     ];
     words.iter().fold(message.to_string(), |text, (key, option)| text.replace(key, option))
 }

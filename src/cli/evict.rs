@@ -9,7 +9,7 @@ mod held;
 mod ranks;
 
 use super::failure::Failure;
-use super::policy::{FileArg, Used};
+use super::policy::{self, FileArg, Used};
 use super::{Compute, output};
 use crate::attention::rope::{Frequencies, RopeBase};
 use crate::attention::{DenseKv, Forward, KvRows, Params, Shape};
@@ -68,7 +68,7 @@ pub struct Args {
     file: FileArg,
     /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes (64MiB)
     #[arg(long, value_name = "BUDGET")]
-    budget: String,
+    budget: Option<String>,
     /// Keep keys and values in a cache of this format while they are scored and evicted: a format, or k=FORMAT,v=FORMAT
     /// (see `kvsieve list formats`) [default: as the tensors are]
     #[arg(long, value_name = "FORMAT")]
@@ -77,7 +77,7 @@ pub struct Args {
     /// started (docs/ranks.md). --threads are those of each rank [default: all cores, shared]
     #[arg(long, value_name = "tree[:N]", conflicts_with = "kv_format")]
     ranks: Option<crate::ranks::Asked>,
-    /// Seed of policies that draw numbers
+    /// Seed of policies that draw numbers; it changes nothing of others
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     #[command(flatten)]
@@ -93,7 +93,7 @@ struct Report {
     policy: String,
     #[serde(flatten)]
     policy_file: Option<Used>,
-    budget: String,
+    budget: Option<String>,
     budget_tokens: usize,
     batch: usize,
     q_heads: usize,
@@ -141,10 +141,11 @@ struct Report {
 
 pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let (policy, used) = args.file.policy(&args.policy, registry)?;
-    let budget: Budget = args.budget.parse()?;
+    let budget = policy::budget(&policy, &args.policy, args.budget.as_deref())?;
+    let budget = budget.as_ref();
     match (args.compute.cuda(), args.ranks) {
-        (Some(index), None) => return cuda::run(args, index, &policy, &budget),
-        (None, Some(asked)) => return ranks::run(args, asked, &policy, &budget),
+        (Some(index), None) => return cuda::run(args, index, &policy, budget),
+        (None, Some(asked)) => return ranks::run(args, asked, &policy, budget),
         (None, None) => {}
         (Some(_), Some(_)) => {
             return Err(Failure::usage("--ranks is not available with --device cuda; leave one of them out".into()));
@@ -161,13 +162,13 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     let dense = DenseKv::new(k.view(), v.view())?;
     let format = args.kv_format.unwrap_or(k.dtype().into()).in_pass(k.dtype());
     format.check(shape.head_dim, shape.kv_len)?;
-    policy.check_format(&args.policy, Some(&budget), format)?;
+    policy.check_format(&args.policy, budget, format)?;
     let rope = args.rope(&file, &policy, &shape)?;
     let extra = Extra::load(&file, &arena, &policy, &shape, rope)?;
     extra.check_parameters(&policy, &args.policy, &shape)?;
     let token_bytes = format.token_bytes(shape.head_dim);
     let lists = shape.batch * shape.kv_heads;
-    let budget_tokens = policy.budget_tokens(&args.policy, Some(&budget), shape.kv_len, token_bytes, lists)?;
+    let budget_tokens = policy.budget_tokens(&args.policy, budget, shape.kv_len, token_bytes, lists)?;
     let cache = args.kv_format.map(|_| filled(&arena, [&k, &v], format, &[])).transpose()?;
     let kv = cache.as_ref().map_or(&dense as &dyn KvRows, |cache| cache);
     let call = Forward { shape, params: Params::new(shape.head_dim, true), q: q.view(), kv, cpu: &cpu };
@@ -194,7 +195,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         used,
     };
     let tensors = Tensors { q: q.view(), k: k.view(), v: v.view(), shape, cpu: &cpu };
-    args.finish(&policy, (&budget, budget_tokens), &file, &tensors, &result)
+    args.finish(&policy, (budget, budget_tokens), &file, &tensors, &result)
 }
 
 /// The most queries, of the file's last ones, that an eviction's loss is told of.
@@ -290,7 +291,7 @@ impl Args {
     fn finish(
         &self,
         policy: &Policy,
-        (budget, budget_tokens): (&Budget, usize),
+        (budget, budget_tokens): (Option<&Budget>, usize),
         file: &TensorFile,
         tensors: &Tensors<'_>,
         outcome: &Outcome<'_>,
@@ -306,6 +307,7 @@ impl Args {
         let lens = || outcome.kept.iter().map(|kept| kept.len());
         let kept: usize = lens().sum();
         let mut warnings = policy.warnings(budget_tokens, shape.kv_len, 0, (1, shape.kv_heads));
+        warnings.extend(budget.and_then(|budget| policy.holds_all(budget, budget_tokens, shape.kv_len)));
         if policy.looks_at(Statistic::OutputProjection) && !file.has("w_o") {
             let told = "the input holds no w_o: values are weighed by their own norm, not by that of their projection";
             warnings.push(told.into());
@@ -333,7 +335,7 @@ impl Args {
         let report = Report {
             policy: self.policy.clone(),
             policy_file: outcome.used.clone(),
-            budget: budget.to_string(),
+            budget: budget.map(Budget::to_string),
             budget_tokens,
             batch: shape.batch,
             q_heads: shape.q_heads,
@@ -447,7 +449,7 @@ fn summary(report: &Report, output: &Path) -> String {
     );
     if report.evicted_tokens == 0 && report.kv_bytes_read.is_none() {
         let why = match report.keeps_all {
-            true => "the policy keeps everything, whatever the budget",
+            true => "the policy keeps everything",
             false => "the budget holds the whole context",
         };
         lines.push(("evicted", format!("nothing: {why}")));
@@ -457,5 +459,6 @@ fn summary(report: &Report, output: &Path) -> String {
     lines.extend(report.over_ranks.iter().flat_map(OverRanks::lines));
     lines.push(("written to", output.display().to_string()));
     let lines = lines.iter().map(|(name, text)| format!("  {name:12}  {text}\n")).collect::<String>();
-    format!("{} at {}\n{lines}", report.policy, report.budget)
+    let budget = report.budget.as_ref().map_or(String::new(), |budget| format!(" at {budget}"));
+    format!("{}{budget}\n{lines}", report.policy)
 }

@@ -76,21 +76,23 @@ const LOCAL: f64 = 0.6;
 const COPIES: f64 = 0.1;
 /// Tokens by which an essay is written longer than what is read.
 const ESSAY_MORE: usize = 256;
+/// Most contexts with a needle: each is read by the model.
+const MOST_NEEDLES: usize = 10_000;
 /// Copying heads that are named.
 const NAMED: usize = 5;
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
-    if args.tokens < 2 || args.needles == 0 {
+    if args.tokens < 2 || !(1..=MOST_NEEDLES).contains(&args.needles) {
         let (tokens, needles) = (args.tokens, args.needles);
         return Err(Failure::usage(format!(
-            "--tokens is {tokens} and --needles {needles}; they must be at least 2 and at least 1"
+            "--tokens is {tokens} and --needles {needles}; they must be at least 2 and 1 to {MOST_NEEDLES}"
         )));
     }
     output::check_folder("--output", &args.output)?;
-    let reads: Vec<_> = args.text.as_deref().map(|path| ("--text", path)).into_iter().collect();
-    let json = args.json.as_deref().filter(|path| !output::is_stdout(path)).map(|path| ("--json", path));
-    output::check_files(&reads, &json.into_iter().collect::<Vec<_>>())?;
+    let mut reads = vec![("--model", args.model.as_path())];
+    reads.extend(args.text.as_deref().map(|path| ("--text", path)));
+    output::check_files(&reads, output::json_file(args.json.as_deref()).as_slice())?;
     let folder = locate(&args.model)?;
     let most = Config::read(&folder)?.most_tokens();
     // Needles are of that length whatever the text's.

@@ -177,13 +177,7 @@ impl Args {
         }
         file::write(&self.output, &outputs)?;
         let contexts: Vec<usize> = sequences.iter().map(|tokens| self.evict_after.unwrap_or(tokens.len())).collect();
-        let is_unseen = opened.policy.as_ref().is_some_and(is_behind_context) && self.evict_after == Some(longest);
-        let unseen = is_unseen.then(|| {
-            format!("no logits see what the policy does: nothing follows the {longest} tokens of --evict-after")
-        });
-        output::warn(unseen.as_slice());
-        let mut warnings = self.model.warnings(opened, setup, &contexts);
-        warnings.extend(unseen);
+        let warnings = self.model.warnings(opened, setup, &contexts);
         let report = Report {
             model: self.model.model.clone(),
             architecture: opened.model.config.family.architecture(),
@@ -224,9 +218,10 @@ fn is_behind_context(policy: &Policy) -> bool {
 /// Refuses an eviction that no logits would see, or that comes after the end of a sequence.
 fn check_eviction(args: &Args, opened: &Opened, sequences: &[Vec<u32>]) -> Result<(), Failure> {
     let shortest = sequences.iter().map(Vec::len).min().unwrap_or(0);
-    if let Some(after) = args.evict_after.filter(|after| !(1..=shortest).contains(after)) {
+    if let Some(after) = args.evict_after.filter(|after| !(1..shortest).contains(after)) {
+        let most = shortest.saturating_sub(1);
         return Err(Failure::usage(format!(
-            "--evict-after is {after}; the shortest sequence has {shortest} tokens, so it must be 1 to {shortest}"
+            "--evict-after is {after}; the shortest sequence has {shortest} tokens, and one must follow, so it must be 1 to {most}"
         )));
     }
     if opened.policy.as_ref().is_some_and(is_behind_context) && args.evict_after.is_none() {

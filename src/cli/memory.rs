@@ -100,12 +100,15 @@ struct Report {
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
-    output::check_json(args.json.as_deref())?;
     let mut read = vec![("--input", args.input.as_path())];
     read.extend(args.maps.as_deref().map(|maps| ("--maps", maps)));
+    read.extend(args.model.as_deref().map(|model| ("--model", model)));
+    let (from, json) = (args.from.as_deref().map(|from| ("--from", from)), output::json_file(args.json.as_deref()));
     // A memory may be written where it was read; what is read from it may not.
-    read.extend(args.from.as_deref().filter(|_| args.action == Action::Read).map(|from| ("--from", from)));
-    output::check_files(&read, &[("--output", &args.output)])?;
+    read.extend(from.filter(|_| args.action == Action::Read));
+    let output = [("--output", args.output.as_path())];
+    output::check_files(&read, &output.into_iter().chain(json).collect::<Vec<_>>())?;
+    output::check_files(from.as_slice(), json.as_slice())?;
     let cpu = args.compute.cpu()?;
     let arena = Arena::with_limit(args.compute.limit_bytes());
     if let (Some(model), Some(maps)) = (&args.model, &args.maps) {

@@ -3,7 +3,7 @@
 use super::Compute;
 use super::failure::Failure;
 use super::output;
-use super::policy::{Built, FileArg, Used};
+use super::policy::{self, Built, FileArg, Used};
 use crate::attention::{self, cuda::cuda_kernel};
 use crate::device::Cpu;
 use crate::device::cuda::Runtime;
@@ -45,7 +45,7 @@ pub struct ModelArgs {
     #[arg(long)]
     pub beyond_limit: bool,
     /// Eviction policy, perhaps with parameters (see `kvsieve list policies`) [default: nothing is evicted]
-    #[arg(long, value_name = "POLICY", requires = "budget", help_heading = "What is evicted")]
+    #[arg(long, value_name = "POLICY", help_heading = "What is evicted")]
     pub policy: Option<String>,
     #[command(flatten)]
     pub file: FileArg,
@@ -56,7 +56,7 @@ pub struct ModelArgs {
     /// What attention reads in place of the cache, perhaps with parameters (see `kvsieve list memories`) [default: the cache]
     #[arg(long, value_name = "MEMORY", conflicts_with_all = ["policy", "kv_format", "budget", "policy_file"])]
     pub memory: Option<String>,
-    /// Seed of what is drawn
+    /// Seed of what is drawn; it changes nothing where nothing is
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
     #[command(flatten)]
@@ -155,8 +155,10 @@ impl ModelArgs {
             return Err(Failure::usage("--chunk is 0; at least one token goes through the model".into()));
         }
         let built = self.policy.as_deref().map(|text| self.file.policy(text, registry)).transpose()?;
-        let budget = self.budget.as_deref().map(str::parse::<Budget>).transpose()?;
-        Ok((built, budget))
+        let Some((policy, used)) = built else { return Ok((None, None)) };
+        let name = self.policy.as_deref().unwrap_or_default();
+        let budget = policy::budget(&policy, name, self.budget.as_deref())?;
+        Ok((Some((policy, used)), budget))
     }
 
     /// The model's tokenizer.

@@ -2,7 +2,7 @@
 //! whole or not there.
 
 use super::failure::Failure;
-use crate::model::is_of_model;
+use crate::model::{BUILTIN, is_of_model, locate};
 use crate::tensor::file;
 use serde::Serialize;
 use std::io::{ErrorKind, Write};
@@ -70,12 +70,24 @@ pub fn check_files(reads: &[(&str, &Path)], writes: &[(&str, &Path)]) -> Result<
         let name = path.file_name().and_then(|name| name.to_str());
         path.exists() && name.is_some_and(is_of_model)
     };
+    let folders: Vec<_> = reads.iter().map(|&(option, path)| (option, resolved(&stands_for(path)))).collect();
     for (option, path, resolved) in all.iter().skip(reads.len()).filter(|(.., resolved)| is_read(resolved)) {
-        if let Some((of, ..)) = all[..reads.len()].iter().find(|read| resolved.parent() == Some(&read.2)) {
+        if let Some((of, _)) = folders.iter().find(|(_, folder)| resolved.parent() == Some(folder)) {
             return Err(Failure::usage(format!("{option} is '{}', a file of {of}; name another", path.display())));
         }
     }
     writes.iter().try_for_each(|&(option, path)| check_writable(option, path))
+}
+
+/// A `--json` target with its option where it is a file, for checks of what is written.
+pub fn json_file(target: Option<&Path>) -> Option<(&'static str, &Path)> {
+    target.filter(|target| !is_stdout(target)).map(|target| ("--json", target))
+}
+
+/// The folder of the model that comes with kvsieve, where it is named; else the path itself.
+fn stands_for(path: &Path) -> PathBuf {
+    let builtin = (path == Path::new(BUILTIN)).then(|| locate(path).ok()).flatten();
+    builtin.unwrap_or_else(|| path.into())
 }
 
 fn check_writable(option: &str, path: &Path) -> Result<(), Failure> {

@@ -1,7 +1,7 @@
 //! A policy by its text and its file, as the commands that evict once take it.
 
 use super::failure::Failure;
-use crate::policy::{Policy, PolicyFile, Registry};
+use crate::policy::{Budget, Policy, PolicyFile, Registry};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -28,6 +28,21 @@ impl Used {
     fn of(policy: &Policy, path: Option<&Path>) -> Option<Self> {
         let path = path.or(policy.parameters.files().first().copied())?;
         Some(Used { policy_file: path.into(), policy_file_hash: policy.parameters.hash()? })
+    }
+}
+
+/// The budget of a policy, by its text: none where nothing is evicted.
+///
+/// # Errors
+/// When it is none, is missing, or would change nothing.
+pub fn budget(policy: &Policy, name: &str, text: Option<&str>) -> Result<Option<Budget>, Failure> {
+    match text {
+        None if policy.keeps_all() => Ok(None),
+        None => Err(Failure::usage(format!("policy '{name}' has no budget; give --budget, such as 0.25 or 512"))),
+        Some(text) if policy.keeps_all() => {
+            Err(Failure::usage(format!("--budget is {text}; nothing is evicted by {name}; leave it out")))
+        }
+        Some(text) => Ok(Some(text.parse()?)),
     }
 }
 

@@ -134,6 +134,9 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
             continue;
         }
         let (records, environment) = store::read(folder)?;
+        let torn = store::torn(folder)?.into_iter();
+        let torn = torn.map(|path| format!("'{}': the last line is torn and left out", path.display()));
+        output::warn(&torn.collect::<Vec<_>>());
         output::warn(workers::divided(&records).as_slice());
         let path = folder.join("config.toml");
         let config = std::fs::read_to_string(&path).unwrap_or_default();

@@ -7,6 +7,7 @@ use crate::experiment::SHIPPED;
 use crate::experiment::cell::Cell;
 use crate::experiment::max_context::{self, MaxContext};
 use crate::experiment::record::Status;
+use crate::experiment::store::ENVIRONMENT;
 use crate::experiment::{Engine, Experiment, Gpu, Options, Outcome, Spec, estimate, runner};
 use crate::policy::Registry;
 use crate::report::Detail;
@@ -162,6 +163,9 @@ impl Way<'_> {
                 limit_bytes,
                 repro: repro.clone(),
             };
+            if self.resume {
+                self.say_what_is_there(experiment, &options);
+            }
             let outcome = progress::with(self.json, seconds, |progress| {
                 runner::run(experiment, self.registry, engine, &options, progress).map_err(Failure::from)
             })?;
@@ -189,6 +193,21 @@ impl Way<'_> {
                 first.cell.label(),
                 first.reason.as_deref().unwrap_or("no reason given")
             ))),
+        }
+    }
+
+    /// Tells where there is nothing to go on with, or not what says where it was begun.
+    fn say_what_is_there(&self, experiment: &Experiment, options: &Options) {
+        match runner::earlier(experiment, options) {
+            None => output::note(&format!(
+                "no run of this configuration in '{}' to go on with; a new one begins",
+                self.out.join(&experiment.spec.name).display()
+            )),
+            Some(folder) if !folder.join(ENVIRONMENT).exists() => output::warn(&[format!(
+                "'{}' has no {ENVIRONMENT}: where its first records were measured is not known; each record from now on says its own",
+                folder.display()
+            )]),
+            Some(_) => {}
         }
     }
 

@@ -45,7 +45,7 @@ pub struct Args {
     #[arg(long, value_name = "cpu|cuda", default_value = "cpu", value_parser = device)]
     device: Device,
     /// Cores of a task, each a thread that computes
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     cpus: u32,
     /// Time limit of a task, as Slurm writes it: minutes, or [days-]hours:minutes:seconds [default: the partition's]
     #[arg(long, value_name = "TIME", value_parser = time)]

@@ -85,10 +85,10 @@ struct Ranks {
     #[arg(long, value_name = "N|mpi", conflicts_with = "method")]
     ranks: Option<Asked>,
     /// Stage of ZeRO: a rank holds its part of nothing (0), the optimizer's averages (1), gradients too (2), parameters too (3)
-    #[arg(long, value_name = "0-3", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=3))]
+    #[arg(long, value_name = "0-3", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=3), conflicts_with = "method")]
     zero: u8,
     /// Ranks that share each block, its heads and the MLP's inner elements; the others read other sequences
-    #[arg(long, value_name = "N", default_value_t = 1, requires = "ranks")]
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "ranks", conflicts_with = "method")]
     tensor_parallel: usize,
     /// What lies in a file beside the run, of which a bucket at a time is in memory: optimizer
     #[arg(long, value_name = "WHAT", conflicts_with = "method")]

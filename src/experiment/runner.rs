@@ -15,7 +15,7 @@ use super::environment;
 use super::grid::Experiment;
 use super::measure::{Implementation, Prepared, Stage};
 use super::record::{Latency, Memory, Record, Status, Worker};
-use super::store::{CELLS, Store, StoreError, current, finished};
+use super::store::{CELLS, Store, StoreError, current, finished, latest};
 use crate::device::cuda::CudaError;
 use crate::policy::Registry;
 use crate::stats::{median_with_interval, quantile};
@@ -138,15 +138,14 @@ pub fn run<'e>(
         comparisons.sort_by_key(|cells| std::cmp::Reverse(tokens(cells)));
     }
     let comparisons = deal(comparisons, options.shard, tokens);
-    let base = options.out.join(&experiment.spec.name);
-    let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
-    let hash = experiment.config_hash();
+    let (base, hash, suffix) = place(experiment, options);
     let resumed = if options.resume { Store::resume(&base, &hash, &suffix)? } else { None };
     let (config, environment) = described(experiment, engine, options);
     let (store, mut records, worker) = match resumed {
         Some((store, records)) => {
             // What goes on with other threads or on another machine says so in its records: the folder's env.json is of the first.
             let begun = store.environment()?;
+            store.renew_configuration(&config)?;
             let differs = |fact: &str| begun.pointer(fact) != environment.pointer(fact);
             let elsewhere = ["/machine/cpu", "/run/threads", "/run/isa_path"].into_iter().any(differs);
             (store, records, elsewhere.then(environment::worker))
@@ -184,6 +183,18 @@ pub fn run<'e>(
     let failed = new.iter().filter(|record| record.status == Status::Failed).cloned().collect();
     records.extend(new);
     Ok(Outcome { folder, run_id, records: current(records), failed, missing: 0 })
+}
+
+/// The folder of the run that one with these options would go on with.
+pub fn earlier(experiment: &Experiment, options: &Options) -> Option<PathBuf> {
+    let (base, hash, suffix) = place(experiment, options);
+    latest(&base, &hash, &suffix)
+}
+
+/// Where a run's folder is made, the hash in its name, and how that ends.
+fn place(experiment: &Experiment, options: &Options) -> (PathBuf, String, String) {
+    let suffix = options.shard.map_or(String::new(), |(index, count)| format!("-shard{index}of{count}"));
+    (options.out.join(&experiment.spec.name), experiment.config_hash(), suffix)
 }
 
 /// What a run's folder says of it: the configuration and the environment.
@@ -261,9 +272,10 @@ pub(super) fn comparisons<'c>(cells: impl Iterator<Item = &'c Cell>) -> Vec<Vec<
 /// A shard's part: each of `all`, from the first on, is for the shard that has least to do so far. All without shards.
 fn deal<T>(all: Vec<T>, shard: Option<(usize, usize)>, work: impl Fn(&T) -> u64) -> Vec<T> {
     let Some((index, count)) = shard else { return all };
-    let mut loads = vec![0u64; count];
+    // Each is more than nothing: of more shards than these, the last ones get none.
+    let mut loads = vec![0u64; count.min(all.len())];
     let is_ours = |one: &T| {
-        let least = (0..count).min_by_key(|&shard| loads[shard]).expect("there is a shard");
+        let least = (0..loads.len()).min_by_key(|&shard| loads[shard]).expect("there is a shard");
         loads[least] += work(one).max(1);
         least == index - 1
     };
@@ -440,6 +452,11 @@ mod tests {
             assert_eq!([of(1), of(2)].map(|part| part.iter().sum::<u64>()), loads);
         }
         assert_eq!(deal(vec![5, 4], None, |&work| work), [5, 4]);
+        // More shards than there is work for, however many.
+        for count in [3, usize::MAX] {
+            let of = |index| deal(vec![5, 4], Some((index, count)), |&work: &u64| work);
+            assert_eq!([1, 2, 3, count].map(of), [vec![5], vec![4], vec![], vec![]]);
+        }
     }
 
     #[test]

@@ -340,6 +340,7 @@ impl Spec {
                     let stands = text.lines().nth(line.saturating_sub(1)).unwrap_or_default().trim();
                     let words = message.replace("expected u64", "expected a whole number, 0 or more");
                     let words = words.replace("expected usize", "expected a whole number, 0 or more");
+                    let words = words.split('`').map(shortened).collect::<Vec<_>>().join("`");
                     (line, column, format!("{stands}: {}", words.lines().collect::<Vec<_>>().join("; ")))
                 }
                 message => (line, column, message.lines().collect::<Vec<_>>().join("; ")),
@@ -385,6 +386,13 @@ impl Spec {
 
 /// How serde begins what it says of a key that nobody reads.
 const UNKNOWN: &str = "unknown field `";
+
+/// A value as a message has it: of a number with hundreds of digits the first ones.
+fn shortened(value: &str) -> String {
+    const MOST: usize = 40;
+    let is_number = value.len() > MOST && value.chars().all(|c| c.is_ascii_digit() || "+-.".contains(c));
+    if is_number { format!("{}...", &value[..MOST / 2]) } else { value.into() }
+}
 
 /// Line and column of an error, from 1.
 fn place(text: &str, error: &toml::de::Error) -> (usize, usize) {
@@ -466,6 +474,10 @@ mod tests {
                 "x.toml:3:11: unknown measure 'sideways'; known are forward",
             ),
             (LEAST.replace("= 8\n", "= "), "x.toml:6:"),
+            (
+                LEAST.replace("\"x\"", "1e308"),
+                "x.toml:1:8: name = 1e308: invalid type: floating point `10000000000000000000...`, expected a string",
+            ),
             (LEAST.replace("\"x\"", "\"../x\""), "x.toml: name is '../x'"),
             (format!("{LEAST}query_aware = true\n"), "x.toml:7:1: query_aware is gone; use protocol = "),
             (format!("{LEAST}budget = 1.5\n"), "x.toml:7:10: '1.5' is not a budget"),

@@ -21,6 +21,10 @@ use std::time::Duration;
 
 /// Name of the records' file.
 pub const CELLS: &str = "cells.jsonl";
+/// Name of the file with a run's configuration.
+const CONFIGURATION: &str = "config.toml";
+/// Name of the file that says where a run was begun, and with what.
+pub const ENVIRONMENT: &str = "env.json";
 /// Name of the file of limits that were searched for.
 pub const MAX_CONTEXTS: &str = "max-context.jsonl";
 
@@ -120,14 +124,24 @@ impl Store {
         environment(&self.folder)
     }
 
-    /// Reads what is in the file and cuts off a torn last line.
+    /// Reads what is in the file, cuts off a torn last line, and ends one that only lacks its line break.
     fn go_on(mut self) -> Result<(Self, Vec<Record>), StoreError> {
-        let (records, whole) = read_records(&self.path)?;
-        let is_torn = self.lines.metadata().map(|file| file.len() > whole);
+        let Lines { records, whole, end } = read_records(&self.path)?;
         // What is whole is not touched: its time says when the last record was written.
-        let cut = is_torn.and_then(|is_torn| if is_torn { self.lines.set_len(whole) } else { Ok(()) });
-        cut.and_then(|()| self.lines.seek(SeekFrom::End(0))).map_err(|error| failed(&self.path, &error))?;
+        let cut = if end == End::Torn { self.lines.set_len(whole) } else { Ok(()) };
+        let seek = cut.and_then(|()| self.lines.seek(SeekFrom::End(0)));
+        let ended = seek.and_then(|_| if end == End::Unbroken { self.lines.write_all(b"\n") } else { Ok(()) });
+        ended.map_err(|error| failed(&self.path, &error))?;
         Ok((self, records))
+    }
+
+    /// Writes the configuration where the folder has lost it.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn renew_configuration(&self, config: &str) -> Result<(), StoreError> {
+        let path = self.folder.join(CONFIGURATION);
+        if path.exists() { Ok(()) } else { fs::write(&path, config).map_err(|error| failed(&path, &error)) }
     }
 
     /// Appends a record: on disk when this returns.
@@ -165,7 +179,21 @@ pub fn finished(records: &[Record], limit_bytes: u64) -> HashSet<String> {
     records.iter().filter(is_done).map(|record| record.cell_id.clone()).collect()
 }
 
-/// Reads the [`current`] records of a run's folder and their environment, as written so far; a torn last line is left out.
+/// The files of a run's records whose last line is torn: by a kill, or because it is being written.
+///
+/// # Errors
+/// As [`read`].
+pub fn torn(folder: &Path) -> Result<Vec<PathBuf>, StoreError> {
+    let mut torn = Vec::new();
+    for path in parts(folder).into_iter().chain([folder.join(CELLS)]) {
+        if read_records(&path)?.end == End::Torn {
+            torn.push(path);
+        }
+    }
+    Ok(torn)
+}
+
+/// Reads the [`current`] records of a run's folder and their environment, as written so far; a last line that is [`torn`] is left out.
 ///
 /// # Errors
 /// When the folder holds no records or they are damaged.
@@ -179,7 +207,7 @@ pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreErro
         },
         other => other,
     });
-    records.extend(found?.0);
+    records.extend(found?.records);
     let mut records = current(records);
     earlier::renew_found(&mut records);
     Ok((records, environment(folder)?))
@@ -187,7 +215,7 @@ pub fn read(folder: &Path) -> Result<(Vec<Record>, serde_json::Value), StoreErro
 
 /// The environment in which a run was begun; nothing where no file says.
 fn environment(folder: &Path) -> Result<serde_json::Value, StoreError> {
-    let path = folder.join("env.json");
+    let path = folder.join(ENVIRONMENT);
     match fs::read_to_string(&path) {
         Ok(text) => serde_json::from_str(&text)
             .map_err(|error| StoreError::Read { path, reason: format!("it is not JSON: {error}") }),
@@ -197,19 +225,46 @@ fn environment(folder: &Path) -> Result<serde_json::Value, StoreError> {
 
 /// Records of a run that processes shared, by comparison.
 fn read_parts(folder: &Path) -> Result<Vec<Record>, StoreError> {
-    let is_part = |path: &PathBuf| joint::is_part(&name(path));
-    let mut parts: Vec<PathBuf> =
-        fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    parts.retain(is_part);
-    parts.sort();
-    let read = |path: PathBuf| Ok(read_records(&path)?.0);
-    Ok(parts.into_iter().map(read).collect::<Result<Vec<_>, StoreError>>()?.concat())
+    let read = |path: PathBuf| Ok(read_records(&path)?.records);
+    Ok(parts(folder).into_iter().map(read).collect::<Result<Vec<_>, StoreError>>()?.concat())
 }
 
-/// Records of a file and the length of its whole lines in bytes.
-fn read_records(path: &Path) -> Result<(Vec<Record>, u64), StoreError> {
+/// The files of these.
+fn parts(folder: &Path) -> Vec<PathBuf> {
+    let mut parts: Vec<PathBuf> =
+        fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    parts.retain(|path| joint::is_part(&name(path)));
+    parts.sort();
+    parts
+}
+
+/// How a file of records ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Whole,
+    /// With a record that only lacks its line break.
+    Unbroken,
+    /// Within a line.
+    Torn,
+}
+
+/// A file of records.
+struct Lines {
+    records: Vec<Record>,
+    /// Length of what was read, in bytes.
+    whole: u64,
+    end: End,
+}
+
+fn read_records(path: &Path) -> Result<Lines, StoreError> {
     let bytes = fs::read(path).map_err(|error| StoreError::Read { path: path.into(), reason: error.to_string() })?;
-    let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |last| last + 1);
+    let broken = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |last| last + 1);
+    let end = match &bytes[broken..] {
+        [] => End::Whole,
+        rest if serde_json::from_slice::<serde_json::Value>(rest).is_ok() => End::Unbroken,
+        _ => End::Torn,
+    };
+    let whole = if end == End::Torn { broken } else { bytes.len() };
     let mut records = Vec::new();
     for (index, line) in bytes[..whole].split(|&byte| byte == b'\n').enumerate() {
         if line.is_empty() {
@@ -226,7 +281,7 @@ fn read_records(path: &Path) -> Result<(Vec<Record>, u64), StoreError> {
         record.check().map_err(damaged)?;
         records.push(record);
     }
-    Ok((records, whole as u64))
+    Ok(Lines { records, whole: whole as u64, end })
 }
 
 /// Makes a run's folder. It is filled under another name, so that nobody ever finds half of one.
@@ -240,7 +295,7 @@ fn make(
     let unfinished = base.join(format!(".{config_hash}-{}", std::process::id()));
     fs::create_dir_all(&unfinished).map_err(|error| failed(&unfinished, &error))?;
     let environment = serde_json::to_string_pretty(environment).expect("the environment is plain data");
-    for (file, text) in [("config.toml", config), ("env.json", &environment)] {
+    for (file, text) in [(CONFIGURATION, config), (ENVIRONMENT, &environment)] {
         let path = unfinished.join(file);
         fs::write(&path, text).map_err(|error| failed(&path, &error))?;
     }
@@ -259,8 +314,8 @@ fn make(
     }
 }
 
-/// The folder of the latest run of this configuration and revision.
-fn latest(base: &Path, config_hash: &str, suffix: &str) -> Option<PathBuf> {
+/// The folder of the latest run of this configuration and revision under `base`.
+pub fn latest(base: &Path, config_hash: &str, suffix: &str) -> Option<PathBuf> {
     let wanted = format!("-{config_hash}-{}{suffix}", super::environment::revision());
     let folders = fs::read_dir(base).ok()?.flatten().map(|entry| entry.path());
     folders.filter(|path| name(path).ends_with(&wanted)).max()

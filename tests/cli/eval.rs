@@ -286,6 +286,10 @@ fn mistakes_are_one_line() {
         ),
         (&["eval", "--model", "m", "--context", "-4"], "--context: '-4' is not a token count"),
         (&["eval", "--model", "m", "--samples", "0"], "error: --samples and --new-tokens must be at least 1"),
+        (
+            &["eval", "--model", "m", "--samples", "99999999999", "--dry-run"],
+            "error: --samples is 99999999999; it must be at most 1000000",
+        ),
         (&["eval", "--model", "m", "--samples", "-3"], "a whole number without a sign is needed"),
         (
             &["eval", "--model", "m", "--protocol", "blind"],

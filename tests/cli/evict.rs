@@ -5,6 +5,7 @@ use assert_cmd::Command;
 use kvsieve::policy::{POLICIES, Registry, Statistic};
 use kvsieve::tensor::DType;
 use kvsieve::tensor::file::{self, Output};
+use predicates::str::contains;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -87,7 +88,9 @@ impl Desk {
         let defaults =
             [("--input", "in.safetensors"), ("--output", "out.safetensors"), ("--policy", "knorm"), ("--budget", "20")];
         for (option, default) in defaults {
-            if !options.contains(&option) {
+            // Where nothing is evicted a budget is refused.
+            let is_meant = option != "--budget" || !options.contains(&"full");
+            if is_meant && !options.contains(&option) {
                 command.args([option, default]);
             }
         }
@@ -165,7 +168,7 @@ fn every_policy_keeps_its_budget_in_every_dtype() {
                 assert!(stderr.contains("rope_theta in the tensor file's metadata"), "{stderr}");
                 continue;
             }
-            let report = desk.measure(&["--policy", policy.name, "--budget", "20"]);
+            let report = desk.measure(&["--policy", policy.name]);
             let kept = desk.result();
             let lens: Vec<usize> = (0..4).map(|list| kept.list(list).len()).collect();
             let total: usize = lens.iter().sum();
@@ -305,8 +308,10 @@ fn the_report_has_every_field_and_the_summary_says_what_happened() {
     for said in ["nothing: the budget holds the whole context", "100.0% kept", "0.00e0 relative L2"] {
         assert!(shown.contains(said), "no '{said}' in {shown}");
     }
-    let shown = text(&["--policy", "full", "--budget", "20"]);
-    assert!(shown.contains("nothing: the policy keeps everything, whatever the budget"), "{shown}");
+    let idle = "warning: budget 70 holds the whole context of 70 tokens: nothing is evicted";
+    desk.evict(&["--budget", "70"]).assert().success().stderr(contains(idle));
+    let shown = text(&["--policy", "full"]);
+    assert!(shown.starts_with("full\n") && shown.contains("nothing: the policy keeps everything"), "{shown}");
 }
 
 #[test]
@@ -459,6 +464,7 @@ fn wrong_options_are_named_in_one_line() {
         (&["--device", "cuda", "--policy", GATES], 2, "gates of hidden states are worked out in models on CUDA"),
         (&["--device", "cuda:x"], 2, "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["--device", "tpu"], 2, "unknown device 'tpu'; use cpu or cuda[:N]"),
+        (&["--policy", "full", "--budget", "20"], 2, "--budget is 20; nothing is evicted by full; leave it out"),
         (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),
         (&["--limit-memory", "16KiB"], 1, "out of memory: 16896 bytes for input requested"),
         (&["--output", "none/out.safetensors"], 2, "there is no folder 'none'"),
@@ -475,7 +481,7 @@ fn wrong_options_are_named_in_one_line() {
     let output = Command::cargo_bin("kvsieve").unwrap().args(["evict", "--input", "x"]).output().unwrap();
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!((output.status.code(), stderr.lines().count()), (Some(2), 1), "{stderr}");
-    assert!(stderr.contains("--policy") && stderr.contains("--budget"), "{stderr}");
+    assert!(stderr.contains("--output") && stderr.contains("--policy"), "{stderr}");
 }
 
 #[cfg(target_os = "linux")]
@@ -529,7 +535,7 @@ fn wrong_tensors_are_named_in_one_line() {
             "values has NaN or infinity, and nothing was written",
         ),
         // Finite numbers whose squares are not: no number, and nothing is written.
-        (|all| all[1].values[3 * 16] = 1e30, &[], 1, "policy gave the score -inf to slot 3 of KV head 0, sequence 0"),
+        (|all| all[1].values[3 * 16] = 1e30, &[], 1, "scores must be numbers: are the inputs too large?"),
     ];
     for (change, options, status, expected) in cases {
         let mut specs = problem(DType::F32);

@@ -41,8 +41,9 @@ fn mistakes_are_one_line_and_status_2() {
     let out = folder.path().join("anatomy");
     let out = out.to_str().unwrap();
     for (more, expected) in [
-        (vec!["--tokens", "1"], "--tokens is 1 and --needles 10; they must be at least 2 and at least 1"),
+        (vec!["--tokens", "1"], "--tokens is 1 and --needles 10; they must be at least 2 and 1 to 10000"),
         (vec!["--needles", "0"], "and --needles 0; they must be"),
+        (vec!["--needles", "99999999999"], "and --needles 99999999999; they must be"),
         (vec!["--tokens", "20"], "20 tokens are too few"),
         (vec!["--text", "/dev/null"], "cannot read --text '/dev/null': it is empty"),
         (vec!["--model", "no/such"], "no/such"),

@@ -13,6 +13,7 @@ mod inspect;
 mod memory;
 mod misc;
 mod models;
+mod outputs;
 mod questions;
 mod report;
 mod run;

@@ -120,7 +120,7 @@ fn mistakes_are_one_line_and_status_2() {
     let good = r#"{"tokens": [[5, 6, 7, 8]]}"#;
     let long = format!("{{\"tokens\": [{:?}]}}", vec![5; 200]);
     let evict = ["--policy", "knorm", "--budget", "2"];
-    let cases: [(&str, &str, Vec<&str>, &str); 15] = [
+    let cases: [(&str, &str, Vec<&str>, &str); 16] = [
         (
             "llama",
             r#"{"tokens": [[5, 120]]}"#,
@@ -140,9 +140,10 @@ fn mistakes_are_one_line_and_status_2() {
         (
             "llama",
             good,
-            [&evict[..], &["--evict-after", "5"]].concat(),
-            "--evict-after is 5; the shortest sequence has 4",
+            [&evict[..], &["--evict-after", "4"]].concat(),
+            "--evict-after is 4; the shortest sequence has 4 tokens, and one must follow, so it must be 1 to 3",
         ),
+        ("llama", good, vec!["--policy", "full", "--budget", "2"], "nothing is evicted by full; leave it out"),
         (
             "mistral",
             good,
@@ -209,6 +210,14 @@ fn a_budget_of_nothing_but_protected_tokens_warns() {
     assert!(report["warnings"][0].as_str().unwrap().starts_with(warning), "{report}");
     let (_, report) = logits("llama", &["--policy", "snapkv:window=8", "--budget", "9", "--evict-after", "24"]);
     assert_eq!(report["warnings"], serde_json::Value::Null);
+    // One that holds everything.
+    let idle = |budget: &str, tokens: usize| {
+        format!("budget {budget} holds the whole context of {tokens} tokens: nothing is evicted")
+    };
+    let (_, report) = logits("llama", &["--policy", "knorm", "--budget", "24", "--evict-after", "24"]);
+    assert_eq!(report["warnings"][0], idle("24", 24));
+    kvsieve(&base).args(["--policy", "knorm", "--budget", "5000"]).assert().success().stderr(contains(idle("5000", 9)));
+    kvsieve(&base).args(["--policy", "full"]).assert().success().stderr("");
 }
 
 #[test]

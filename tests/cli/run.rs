@@ -200,7 +200,8 @@ fn a_killed_run_goes_on_where_it_was() {
     // A kill in the middle of a write leaves half a line.
     let half = &before[..before.len() / done / 2];
     fs::write(run.join("cells.jsonl"), [&before[..], half].concat()).unwrap();
-    assert!(desk.works(&["report", run.to_str().unwrap()]).contains("report.html"));
+    let report = desk.command(&["report", run.to_str().unwrap()]).output().unwrap();
+    assert!(report.status.success() && run.join("report.html").exists());
 
     let printed = desk.works(&["run", "x.toml", "--out", "out", "--threads", "1", "--resume", "--json", "-"]);
     assert_eq!(printed.lines().count(), 5 - done, "only missing cells run");
@@ -221,9 +222,19 @@ fn torn_last_lines_are_cut_off_and_damaged_ones_are_named() {
     let path = run.join("cells.jsonl");
     let whole = cells(&run);
     let lines: Vec<&[u8]> = whole.split_inclusive(|&byte| byte == b'\n').collect();
-    for cut in [1, 40, lines[2].len() - 1] {
+    // Only the line break is missing: nothing is lost.
+    fs::write(&path, &whole[..whole.len() - 1]).unwrap();
+    desk.works(&["report", run.to_str().unwrap()]);
+    assert_eq!(desk.run(&["--resume"]), run);
+    assert!(cells(&run) == whole);
+    for cut in [2, 40, lines[2].len() - 1] {
         fs::write(&path, &whole[..whole.len() - cut]).unwrap();
-        desk.works(&["report", run.to_str().unwrap()]);
+        let said = desk.command(&["report", run.to_str().unwrap()]).output().unwrap();
+        let warning = String::from_utf8(said.stderr).unwrap();
+        assert!(
+            said.status.success() && warning.contains("cells.jsonl': the last line is torn and left out"),
+            "{warning}"
+        );
         assert_eq!(desk.run(&["--resume"]), run);
         let again = cells(&run);
         assert!(again.starts_with(&whole[..whole.len() - lines[2].len()]));
@@ -242,6 +253,29 @@ fn torn_last_lines_are_cut_off_and_damaged_ones_are_named() {
     fs::write(&path, String::from_utf8(whole).unwrap().replace("cell/v3", "cell/v1")).unwrap();
     let stderr = desk.refuses(&["report", run.to_str().unwrap()]);
     assert!(stderr.contains("line 1 is not a record: its schema is kvsieve/cell/v1"), "{stderr}");
+}
+
+#[test]
+fn what_a_resumed_run_does_not_find_is_told() {
+    let desk = Desk::with(SMALL);
+    let resume = || {
+        let output = desk.command(&["run", "x.toml", "--out", "out", "--resume"]).output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let said = resume();
+    assert!(
+        said.starts_with("note: no run of this configuration in 'out/x' to go on with; a new one begins"),
+        "{said}"
+    );
+    let run = desk.only_run();
+    let config = fs::read(run.join("config.toml")).unwrap();
+    for file in ["config.toml", "env.json"] {
+        fs::remove_file(run.join(file)).unwrap();
+    }
+    let said = resume();
+    assert!(said.starts_with("warning: ") && said.contains("has no env.json: where its first records"), "{said}");
+    assert!(fs::read(run.join("config.toml")).unwrap() == config && desk.only_run() == run);
 }
 
 #[test]

@@ -249,3 +249,18 @@ fn what_is_wrong_with_a_tokenizer_is_said_in_one_line() {
         assert!(said.contains(expected) && said.lines().count() == 1, "{said}");
     }
 }
+
+/// What stands before every text is no answer to one that is not empty.
+#[test]
+fn a_text_of_which_the_vocabulary_has_nothing_is_refused() {
+    let path = Path::new("models/builtin/tokenizer.json");
+    let mut json: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let whole = Text::parse(path.into(), &json.to_string()).unwrap();
+    assert_eq!(whole.tokens("").unwrap(), [0]);
+    // One that marks a beginning is of the text where it is written in it.
+    assert_eq!(whole.tokens("<|begin|>").unwrap(), [0, 0]);
+    json["model"]["vocab"] = json!({});
+    let empty = Text::parse(path.into(), &json.to_string()).unwrap();
+    let said = empty.tokens("a bear saw the sea").unwrap_err().to_string();
+    assert!(said.contains("the vocabulary has no token for anything in the text"), "{said}");
+}

@@ -557,7 +557,10 @@ fn scores_that_are_no_numbers_are_refused_with_their_place() {
     // Squares overflow f32: the norm of slot 3 of head 1 of sequence 1 is infinite.
     keys[(3 * 4 + 3) * 2] = 1e30;
     let error = try_verdict(how("knorm", 2), shape, &with_keys(shape, &keys)).unwrap_err().to_string();
-    assert_eq!(error, "policy gave the score -inf to slot 3 of KV head 1, sequence 1; scores must be numbers");
+    assert_eq!(
+        error,
+        "policy gave the score -inf to slot 3 of KV head 1, sequence 1; scores must be numbers: are the inputs too large?"
+    );
 }
 
 #[test]

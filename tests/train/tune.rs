@@ -243,6 +243,27 @@ fn nothing_good_is_written_over() {
         }
     }
 
+    // Another model's folder is as little a place for a run, unless it is the run's own.
+    let recipe = Path::new("experiments/train-builtin.toml").canonicalize().unwrap();
+    for begun in [
+        vec!["train".as_ref(), recipe.as_os_str(), "--steps".as_ref(), "1".as_ref()],
+        vec![
+            "train".as_ref(),
+            "--method".as_ref(),
+            "full".as_ref(),
+            "--model".as_ref(),
+            "builtin".as_ref(),
+            "--length".as_ref(),
+            "64".as_ref(),
+            "--text".as_ref(),
+            text.as_os_str(),
+        ],
+    ] {
+        let holds = format!("'{}' holds a model (config.json); name a new folder", model.display());
+        kvsieve().args(begun).arg("--out").arg(&model).assert().code(2).stderr(contains(holds));
+        assert_eq!(fs::read_dir(&model).unwrap().count(), files.len());
+    }
+
     let lora = settings(text.clone());
     let [first, second, other] = ["first", "second", "other"].map(|name| folder.path().join(name));
     train(&lora, &first, false, None).unwrap();
@@ -289,5 +310,12 @@ fn mistakes_are_one_line() {
     refused("full", &["--text", &text, "--qat", "q9"], "--qat: unknown format 'q9'");
     refused("dms", &["--accumulate", "2"], "--accumulate is nothing to --method dms");
     refused("full", &["--text", &text, "--accumulate", "0"], "500 steps of 0 times 1 sequences");
+    refused(
+        "full",
+        &["--text", &text, "--accumulate", "9999999999"],
+        "9999999999 batches are to be added up for a step",
+    );
+    refused("full", &["--text", &text, "--tensor-parallel", "2"], "cannot be used with '--tensor-parallel <N>'");
+    refused("lora", &["--text", &text, "--zero", "1"], "cannot be used with '--zero <0-3>'");
     refused("qlora", &["--text", &text], "is packed; name a GGUF file that is quantised");
 }

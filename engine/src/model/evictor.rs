@@ -126,8 +126,11 @@ impl Eviction<'_> {
         let token_bytes = format.token_bytes(config.head_dim);
         let lists = config.layers * config.kv_heads;
         let budget = self.policy.budget_tokens(self.name, self.budget.as_ref(), context_tokens, token_bytes, lists);
-        let lists = (config.layers, config.kv_heads);
-        budget.map_or(Vec::new(), |budget| self.policy.warnings(budget, context_tokens, 0, lists))
+        let Ok(tokens) = budget else { return Vec::new() };
+        let idle = self.budget.as_ref().and_then(|budget| self.policy.holds_all(budget, tokens, context_tokens));
+        let mut warnings = self.policy.warnings(tokens, context_tokens, 0, (config.layers, config.kv_heads));
+        warnings.extend(idle);
+        warnings
     }
 }
 

@@ -61,14 +61,15 @@ impl Text {
     /// Tokens of a text, with those that the tokenizer puts before and behind every text.
     ///
     /// # Errors
-    /// When the tokenizer has no token for a part of it, or there is no token at all.
+    /// When the tokenizer has no token for a part of it, or none for anything in it, or there is no token at all.
     pub fn tokens(&self, text: &str) -> Result<Vec<u32>, ModelError> {
         let encoding = guarded(&self.path, || self.tokenizer.encode(text, true))?;
+        let wrong = |reason: &str| Err(ModelError::Config { path: self.path.clone(), reason: reason.into() });
+        let is_its_own = encoding.get_special_tokens_mask().contains(&0);
         match encoding.get_ids() {
-            [] => {
-                let reason = "the text has no tokens; give at least one".into();
-                Err(ModelError::Config { path: self.path.clone(), reason })
-            }
+            [] => wrong("the text has no tokens; give at least one"),
+            // Only those that stand before and behind every text, as if it were empty.
+            _ if !text.is_empty() && !is_its_own => wrong("the vocabulary has no token for anything in the text"),
             tokens => Ok(tokens.to_vec()),
         }
     }
@@ -96,7 +97,8 @@ impl Text {
     /// # Errors
     /// When the tokenizer has no token for the letter that this is tried with.
     pub fn beginning(&self) -> Result<Vec<u32>, ModelError> {
-        let (bare, mut whole) = (self.rendered("a")?, self.tokens("a")?);
+        let bare = self.rendered("a")?;
+        let mut whole = guarded(&self.path, || self.tokenizer.encode_fast("a", true))?.get_ids().to_vec();
         let at = (0..=whole.len() - bare.len().min(whole.len())).find(|&at| whole[at..].starts_with(&bare));
         whole.truncate(at.unwrap_or(0));
         Ok(whole)

@@ -421,6 +421,25 @@ mod tests {
         assert!(said.contains("'gate.weight' of a policy file; give --policy-file"), "{said}");
     }
 
+    /// The format lets a header be of any length, and so data begin anywhere.
+    #[test]
+    fn elements_are_read_wherever_a_header_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("policy.safetensors");
+        let values = [0.5f32, -2.0, 3.25];
+        write(&path, &[Output::f32("x", vec![3], &values)]).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        let (len, rest) = bytes.split_at(8);
+        let (header, data) = rest.split_at(u64::from_le_bytes(len.try_into().unwrap()) as usize);
+        for more in 0..4 {
+            let header = [header, &b"    "[..more]].concat();
+            std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], &header, data].concat()).unwrap();
+            let file = TensorFile::open(&path).unwrap();
+            let entry = &file.entries().unwrap()[0];
+            assert_eq!(decoded(&file, entry).unwrap(), values, "{more} bytes further");
+        }
+    }
+
     #[test]
     fn a_part_that_was_replaced_leaves_nothing_of_its_tensors() {
         let registry = registry(&[("duo.alpha", vec![2, 2], vec![0.0; 4])]);

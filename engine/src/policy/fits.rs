@@ -1,7 +1,7 @@
 //! Whether a policy fits what it is given, asked before it works: it must know how keys were rotated if it looks behind
 //! RoPE, and its budget should leave it something to score.
 
-use super::{Budget, Policy, PolicyError, Protect, Statistic};
+use super::{Budget, Decoding, Policy, PolicyError, Protect, Statistic};
 use crate::attention::rope::{Frequencies, RopeBase};
 use crate::format::KvFormat;
 
@@ -87,6 +87,14 @@ impl Policy {
     /// threshold decides as well.
     pub fn is_bound_by_budget(&self) -> bool {
         self.scorer.is_some() && self.layers.threshold().is_none()
+    }
+
+    /// A warning where `budget`, which is `budget_tokens` in each KV head, holds a whole context, of which nothing is evicted then. Not
+    /// where the policy evicts while decoding too, from what comes behind the context.
+    pub fn holds_all(&self, budget: &Budget, budget_tokens: usize, context_tokens: usize) -> Option<String> {
+        let is_idle = self.is_bound_by_budget() && self.schedule.decoding == Decoding::Never;
+        (is_idle && budget_tokens >= context_tokens)
+            .then(|| format!("budget {budget} holds the whole context of {context_tokens} tokens: nothing is evicted"))
     }
 
     /// What a reader must know of a budget of `budget_tokens` in each KV head, on average, of `(layers, KV heads)` and contexts of

@@ -143,7 +143,9 @@ pub enum PolicyError {
         what: &'static str,
     },
     /// A score that is no number.
-    #[error("policy gave the score {score} to slot {slot} of KV head {head}, sequence {batch}; scores must be numbers")]
+    #[error(
+        "policy gave the score {score} to slot {slot} of KV head {head}, sequence {batch}; scores must be numbers: are the inputs too large?"
+    )]
     Score {
         /// The score.
         score: f32,

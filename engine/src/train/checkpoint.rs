@@ -2,6 +2,7 @@
 //! the run is. Nothing else decides what follows.
 
 use super::run::{Options, RECORD, TrainError};
+use crate::model::is_of_model;
 use crate::tensor::file::TensorFile;
 use crate::tensor::stream;
 use safetensors::Dtype;
@@ -39,7 +40,7 @@ impl Progress {
     }
 }
 
-/// Refuses to begin where there is a run or the model itself, and to go on where there is none.
+/// Refuses to begin where there is a run or a model, and to go on where there is no run.
 ///
 /// # Errors
 /// In these cases.
@@ -51,8 +52,18 @@ pub(super) fn check(options: &Options, model: Option<&Path>) -> Result<(), Train
     match (options.out.join(CHECKPOINT).exists(), options.resume) {
         (true, false) => Err(TrainError::Taken(options.out.clone())),
         (false, true) => Err(TrainError::Nothing(options.out.clone())),
-        _ => Ok(()),
+        (true, true) => Ok(()),
+        (false, false) => match file_of_model(&options.out) {
+            Some(file) => Err(TrainError::Holds { folder: options.out.clone(), file }),
+            None => Ok(()),
+        },
     }
+}
+
+/// A file of a folder that is part of a model: the first by name.
+fn file_of_model(folder: &Path) -> Option<String> {
+    let names = std::fs::read_dir(folder).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    names.filter(|name| is_of_model(name)).min()
 }
 
 /// What a folder's record says of the memory of the stages that it has behind it.

@@ -38,6 +38,14 @@ pub enum TrainError {
     /// The folder is the model's.
     #[error("'{0}' is the folder that the model comes from; name another one")]
     Own(PathBuf),
+    /// The folder holds a model, which a run would write over.
+    #[error("'{folder}' holds a model ({file}); name a new folder")]
+    Holds {
+        /// The run's folder.
+        folder: PathBuf,
+        /// A file of the model.
+        file: String,
+    },
     /// The data.
     #[error(transparent)]
     Data(#[from] DataError),

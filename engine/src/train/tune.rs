@@ -30,6 +30,8 @@ use std::path::{Path, PathBuf};
 
 /// Most pieces of held-out text that are judged.
 const JUDGED: usize = 8;
+/// Most batches whose gradients are added up for a step.
+const MOST_ACCUMULATED: usize = 10_000;
 
 /// What is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -95,6 +97,9 @@ impl Settings {
         }
         if steps == 0 || batch == 0 || accumulate == 0 {
             return Err(format!("{steps} steps of {accumulate} times {batch} sequences; each must be at least 1"));
+        }
+        if accumulate > MOST_ACCUMULATED {
+            return Err(format!("{accumulate} batches are to be added up for a step; at most {MOST_ACCUMULATED} are"));
         }
         if !(learning_rate > 0.0 && learning_rate.is_finite()) {
             return Err(format!("the learning rate is {learning_rate}; it must be finite and above 0"));

@@ -74,6 +74,13 @@ impl<'de> Deserialize<'de> for SyntheticSpec {
             Some(Value::String(name)) if name == "smollm2" => SyntheticSpec::smollm2(),
             Some(other) => return Err(D::Error::custom(format!("like is {other}; there is \"smollm2\""))),
         };
+        // A number that is none has no JSON.
+        if let Some((knob, _)) = given.iter().find(|(_, value)| value.is_null()) {
+            let range = spec.ranges().into_iter().find(|(name, ..)| name == knob);
+            let expected =
+                range.map_or(String::new(), |(_, _, least, most)| format!("; it must be between {least} and {most}"));
+            return Err(D::Error::custom(format!("{knob} is NaN or infinite{expected}")));
+        }
         let Ok(Value::Object(mut knobs)) = serde_json::to_value(&spec) else { unreachable!("knobs are a table") };
         knobs.extend(given);
         Self::deserialize(Value::Object(knobs)).map_err(D::Error::custom)
@@ -138,26 +145,8 @@ impl SyntheticSpec {
     /// # Errors
     /// Names the first knob that is wrong and what would be right.
     pub fn check(&self) -> Result<(), WorkloadError> {
-        let ranges = [
-            ("noise", self.noise, 0.0, 4.0),
-            ("rope_theta", self.rope_theta, 2.0, 1e12),
-            // Sinks set the scale against which everything else is salient, so they cannot have nothing.
-            ("sink_mass", self.sink_mass, 0.01, 0.99),
-            ("heavy_hitters", self.heavy_hitters, 0.0, 0.4),
-            ("heavy_mass", self.heavy_mass, 0.0, 0.99),
-            ("band_mass", self.band_mass, 0.0, 0.99),
-            ("local_band_mass", self.local_band_mass, 0.0, 0.99),
-            ("retrieval_heads", self.retrieval_heads, 0.0, 1.0),
-            ("needle_salience", self.needle_salience, 0.0, 1.0),
-            ("needle_mass", self.needle_mass, 0.01, 0.99),
-            ("hinted", self.hinted, 0.0, 1.0),
-            ("funnel", self.funnel, 0.0, 0.9),
-            ("sink_value_norm", self.sink_value_norm, 0.0, 4.0),
-            ("heavy_value_norm", self.heavy_value_norm, 0.0, 4.0),
-            ("value_spread", self.value_spread, 0.0, 1.0),
-        ];
         let wrong = |knob, value: String, expected| Err(WorkloadError::Knob { knob, value, expected });
-        for (knob, value, least, most) in ranges {
+        for (knob, value, least, most) in self.ranges() {
             // A NaN is in no range.
             if !(least..=most).contains(&value) {
                 return wrong(knob, value.to_string(), format!("between {least} and {most}"));
@@ -180,6 +169,28 @@ impl SyntheticSpec {
             }
         }
         Ok(())
+    }
+
+    /// Knobs that are fractions and the like: name, value, and the least and the most that it may be.
+    fn ranges(&self) -> [(&'static str, f64, f64, f64); 15] {
+        [
+            ("noise", self.noise, 0.0, 4.0),
+            ("rope_theta", self.rope_theta, 2.0, 1e12),
+            // Sinks set the scale against which everything else is salient, so they cannot have nothing.
+            ("sink_mass", self.sink_mass, 0.01, 0.99),
+            ("heavy_hitters", self.heavy_hitters, 0.0, 0.4),
+            ("heavy_mass", self.heavy_mass, 0.0, 0.99),
+            ("band_mass", self.band_mass, 0.0, 0.99),
+            ("local_band_mass", self.local_band_mass, 0.0, 0.99),
+            ("retrieval_heads", self.retrieval_heads, 0.0, 1.0),
+            ("needle_salience", self.needle_salience, 0.0, 1.0),
+            ("needle_mass", self.needle_mass, 0.01, 0.99),
+            ("hinted", self.hinted, 0.0, 1.0),
+            ("funnel", self.funnel, 0.0, 0.9),
+            ("sink_value_norm", self.sink_value_norm, 0.0, 4.0),
+            ("heavy_value_norm", self.heavy_value_norm, 0.0, 4.0),
+            ("value_spread", self.value_spread, 0.0, 1.0),
+        ]
     }
 }
 
@@ -221,6 +232,10 @@ mod tests {
         assert!(!serde_json::to_string(&spec).unwrap().contains("value"));
         let error = toml::from_str::<SyntheticSpec>("like = \"gpt\"").unwrap_err().to_string();
         assert!(error.contains("like is \"gpt\"; there is \"smollm2\""), "{error}");
+        for number in ["nan", "inf"] {
+            let error = toml::from_str::<SyntheticSpec>(&format!("needle_mass = {number}")).unwrap_err().to_string();
+            assert!(error.contains("needle_mass is NaN or infinite; it must be between 0.01 and 0.99"), "{error}");
+        }
         let error = toml::from_str::<SyntheticSpec>("needle = 3").unwrap_err().to_string();
         assert!(error.contains("unknown field `needle`"), "{error}");
     }

@@ -3,6 +3,7 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::fmt;
 use std::str::FromStr;
 
@@ -48,13 +49,21 @@ impl DType {
         }
     }
 
-    /// Widens raw elements of this type into `target`.
+    /// Widens raw elements of this type into `target`. They may lie at any address, as those of a mapped file do.
     pub fn decode(self, source: &[u8], target: &mut [f32]) {
         match self {
-            DType::F32 => target.copy_from_slice(bytemuck::cast_slice(source)),
-            DType::F16 => bytemuck::cast_slice::<u8, f16>(source).convert_to_f32_slice(target),
-            DType::Bf16 => widen_bf16(bytemuck::cast_slice(source), target),
+            DType::F32 => bytemuck::cast_slice_mut(target).copy_from_slice(source),
+            DType::F16 => aligned::<f16>(source).convert_to_f32_slice(target),
+            DType::Bf16 => widen_bf16(&aligned(source), target),
         }
+    }
+}
+
+/// Elements where they lie, or copied where their address is none of their type's.
+fn aligned<T: bytemuck::Pod>(source: &[u8]) -> Cow<'_, [T]> {
+    match bytemuck::try_cast_slice(source) {
+        Ok(elements) => Cow::Borrowed(elements),
+        Err(_) => Cow::Owned(source.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()),
     }
 }
 
@@ -95,6 +104,21 @@ impl FromStr for DType {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn elements_are_widened_wherever_they_lie() {
+        let values = [1.0, -2.5, 0.0, 96.0, -0.125];
+        for dtype in DType::ALL {
+            let mut bytes = vec![0; dtype.bytes() * values.len()];
+            dtype.encode(&values, &mut bytes);
+            for offset in 0..4 {
+                let shifted = [vec![0; offset], bytes.clone()].concat();
+                let mut widened = [0.0; 5];
+                dtype.decode(&shifted[offset..], &mut widened);
+                assert_eq!(widened, values, "{dtype} at {offset}");
+            }
+        }
+    }
 
     #[test]
     fn bf16_is_rounded_to_the_nearest_as_the_library_of_the_type_does() {

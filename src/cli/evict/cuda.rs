@@ -11,7 +11,7 @@ use crate::memory::{Arena, Label};
 use crate::policy::{Budget, Policy, tie_rate_of};
 use crate::tensor::file::TensorFile;
 
-pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Result<(), Failure> {
+pub fn run(args: &Args, index: usize, policy: &Policy, budget: Option<&Budget>) -> Result<(), Failure> {
     policy.check_device(&args.policy)?;
     if let Some(format) = args.kv_format {
         return Err(Failure::usage(format!("evict keeps a cache in {format} on the CPU only; leave --device out")));
@@ -30,7 +30,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: &Budget) -> Resul
     }
     let token_bytes = (2 * shape.head_dim * k.dtype().bytes()) as u64;
     let lists = shape.batch * shape.kv_heads;
-    let budget_tokens = policy.budget_tokens(&args.policy, Some(budget), shape.kv_len, token_bytes, lists)?;
+    let budget_tokens = policy.budget_tokens(&args.policy, budget, shape.kv_len, token_bytes, lists)?;
     let rope = args.rope(&file, policy, &shape)?;
 
     let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;

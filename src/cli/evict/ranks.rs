@@ -46,7 +46,7 @@ struct OfRank {
     exposed_ns: u64,
 }
 
-pub fn run(args: &Args, asked: Asked, policy: &Policy, budget: &Budget) -> Result<(), Failure> {
+pub fn run(args: &Args, asked: Asked, policy: &Policy, budget: Option<&Budget>) -> Result<(), Failure> {
     if asked.method == Method::Ring {
         return Err(Failure::usage(
             "eviction is shared out as decoding is, each rank with a chunk of the keys; write --ranks tree, or tree:4"
@@ -67,7 +67,7 @@ impl Args {
         cpu: &Cpu,
         arena: &Arena,
         sharded: &Sharded<'_>,
-        (policy, budget): (&Policy, &Budget),
+        (policy, budget): (&Policy, Option<&Budget>),
     ) -> Result<(), Failure> {
         let prepare = || {
             self.check_files()?;
@@ -79,15 +79,15 @@ impl Args {
             let shape = Shape::of(q, k, v)?;
             let tree = Tree::new(shape, Params::new(shape.head_dim, true), dtype, comm.size())?;
             let (format, lists) = (KvFormat::from(kv_dtype), shape.batch * shape.kv_heads);
-            policy.check_format(&self.policy, Some(budget), format)?;
+            policy.check_format(&self.policy, budget, format)?;
             let token_bytes = format.token_bytes(shape.head_dim);
-            let tokens = policy.budget_tokens(&self.policy, Some(budget), shape.kv_len, token_bytes, lists)?;
+            let tokens = policy.budget_tokens(&self.policy, budget, shape.kv_len, token_bytes, lists)?;
             Ok::<_, Failure>((file, tree, format, tokens))
         };
         let (file, tree, format, budget_tokens) = ranks::settle(comm, prepare())?;
         let shape = tree.shape();
         let (output, input) = (self.output.display(), file.hash());
-        let text = format!("{} {budget} {} {shape:?} {format} {output} {input}", self.policy, self.seed);
+        let text = format!("{} {budget:?} {} {shape:?} {format} {output} {input}", self.policy, self.seed);
         ranks::agree_on_input(comm, &text)?;
         if comm.rank() == 0 {
             output::warn(looks_swapped(shape.kv_heads, shape.kv_len).as_slice());

@@ -9,6 +9,7 @@ mod train;
 use super::failure::Failure;
 use super::output;
 use crate::device::Cpu;
+use crate::model::BUILTIN;
 use crate::planner::levers::{Ranked, Remedy, rank, remedy, siblings, together};
 use crate::planner::own_peak_bytes;
 use crate::planner::roofline::{REACHED, Times};
@@ -17,7 +18,7 @@ use crate::report;
 use crate::units;
 use scenario::ScenarioArgs;
 use serde::Serialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
 Nothing is run: every number is a formula over the model's shape, with how it is known (docs/memory.md has them all).
@@ -95,6 +96,14 @@ enum Question {
 }
 
 impl Reported {
+    /// Refuses a file for JSON that cannot be written, or that is one of these or of a model in their folders: what is read, and its option.
+    fn check(&self, reads: &[(&str, &Path)]) -> Result<(), Failure> {
+        // A preset is no file.
+        let reads: Vec<_> =
+            reads.iter().filter(|(_, path)| path.exists() || *path == Path::new(BUILTIN)).copied().collect();
+        output::check_files(&reads, output::json_file(self.json.as_deref()).as_slice())
+    }
+
     /// Writes JSON where it is asked for, else text.
     fn give(&self, value: &impl Serialize, text: impl FnOnce() -> String) -> Result<(), Failure> {
         match &self.json {
@@ -141,7 +150,7 @@ struct Plan<'a> {
 }
 
 fn plan(args: &Args) -> Result<(), Failure> {
-    output::check_json(args.report.json.as_deref())?;
+    args.report.check(args.scenario.read().as_slice())?;
     args.output.as_deref().map_or(Ok(()), |folder| output::check_folder("--output", folder))?;
     let subject = args.scenario.subject()?;
     let scenario = args.scenario.scenario(&subject)?;

@@ -5,6 +5,7 @@ use super::{Reported, text};
 use crate::cli::failure::Failure;
 use crate::cli::output;
 use crate::device::Cpu;
+use crate::experiment::store::{CELLS, MAX_CONTEXTS};
 use crate::memory::os;
 use crate::planner::allocator::{Event, replay};
 use crate::planner::audit::audit as held;
@@ -16,10 +17,12 @@ use crate::planner::published::Published;
 use crate::planner::roofline::REACHED;
 use crate::planner::scenario::Memory;
 use crate::planner::search::MOST;
+use crate::planner::waterfall::Waterfall;
 use crate::planner::{PlanError, Scenario};
 use crate::report;
 use crate::units::{bytes, gb, gib, grouped};
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 /// A question about one scenario.
@@ -46,6 +49,7 @@ struct Most<'a> {
 }
 
 pub fn most(asked: &Asked, of_context: bool) -> Result<(), Failure> {
+    asked.report.check(asked.scenario.read().as_slice())?;
     match of_context {
         true => asked.scenario.check_for_max_context()?,
         false => asked.scenario.check_for_max_batch()?,
@@ -99,6 +103,7 @@ pub fn compare(args: &Compare) -> Result<(), Failure> {
     if args.scenario.model.is_some() {
         return Err(Failure::usage("compare takes its two models without --model".into()));
     }
+    args.models.iter().try_for_each(|model| args.report.check(&[("a model", model)]))?;
     let memory = args.scenario.memory()?;
     let of = |model: &PathBuf| {
         let subject = subject(model)?;
@@ -149,6 +154,7 @@ pub struct Explain {
 }
 
 pub fn explain(args: &Explain) -> Result<(), Failure> {
+    args.report.check(args.scenario.read().as_slice())?;
     let subject = args.scenario.subject()?;
     // A formula needs no card; where one is named, it is part of the answer.
     let memory = args.scenario.memory_or(Memory::ENDLESS)?;
@@ -165,6 +171,17 @@ pub fn explain(args: &Explain) -> Result<(), Failure> {
             args.term
         )));
     };
+    for (option, without) in args.scenario.without_each() {
+        let without = without.scenario_in(&subject, memory)?.waterfall()?;
+        let changed = changed(&waterfall, &without);
+        if !changed.is_empty() && !changed.contains(&term.term) {
+            return Err(Failure::usage(format!(
+                "{option} changes nothing of '{}', only {}; leave it out",
+                term.term,
+                changed.join(" and ")
+            )));
+        }
+    }
     args.report.give(term, || {
         let bytes = |count: u64| format!("{} B ({} GiB)", grouped(u128::from(count)), gib(u128::from(count)));
         let rows: Vec<Vec<String>> = [
@@ -182,6 +199,16 @@ pub fn explain(args: &Explain) -> Result<(), Failure> {
     })
 }
 
+/// The terms in which two scenarios differ.
+fn changed(one: &Waterfall, other: &Waterfall) -> Vec<&'static str> {
+    let bytes = |of: &Waterfall, name: &str| {
+        let term = of.terms.iter().find(|term| term.term == name);
+        term.map(|term| [term.load_bytes, term.prefill_bytes, term.decode_bytes])
+    };
+    let names: BTreeSet<&str> = one.terms.iter().chain(&other.terms).map(|term| term.term).collect();
+    names.into_iter().filter(|name| bytes(one, name) != bytes(other, name)).collect()
+}
+
 /// A model on every card.
 #[derive(clap::Args)]
 pub struct Gpus {
@@ -192,6 +219,7 @@ pub struct Gpus {
 }
 
 pub fn gpus(args: &Gpus) -> Result<(), Failure> {
+    args.report.check(args.scenario.read().as_slice())?;
     args.scenario.check_for_all_cards()?;
     let subject = args.scenario.subject()?;
     let scenario = args.scenario.scenario_in(&subject, Memory::ENDLESS)?;
@@ -275,6 +303,7 @@ struct Claimed {
 const INDENT: &str = "                ";
 
 pub fn claims(args: &Claims) -> Result<(), Failure> {
+    args.report.check(&[])?;
     let of = |claim: &crate::planner::claims::Claim| Claimed {
         id: claim.id,
         claim: claim.claim,
@@ -303,8 +332,10 @@ pub struct AuditArgs {
 }
 
 pub fn audit(args: &AuditArgs) -> Result<(), Failure> {
-    output::check_json(args.report.json.as_deref())?;
+    args.report.check(&[])?;
     let audit = held(&args.folder)?;
+    let files = [CELLS, MAX_CONTEXTS].map(|name| audit.folders.iter().map(move |run| run.join(name)));
+    files.into_iter().flatten().try_for_each(|file| args.report.check(&[("a file of records", &file)]))?;
     args.report.give(&audit, || {
         let mut rows = vec![["", "records", "beyond", "furthest", "allowed"].map(String::from).to_vec()];
         for finding in &audit.findings {
@@ -351,6 +382,7 @@ pub struct Allocator {
 }
 
 pub fn allocator(args: &Allocator) -> Result<(), Failure> {
+    args.report.check(&[("the timeline", &args.trace)])?;
     let wrong = |reason: String| Failure::usage(format!("'{}': {reason}", args.trace.display()));
     let text = std::fs::read_to_string(&args.trace).map_err(|error| wrong(error.to_string()))?;
     let events: Vec<Event> = serde_json::from_str(&text)
@@ -386,6 +418,7 @@ struct Beside {
 }
 
 pub fn published(args: &PublishedArgs) -> Result<(), Failure> {
+    args.report.check(&[])?;
     let of = |row: Published| Beside {
         agrees: row.agrees(),
         source: row.source,
@@ -428,6 +461,7 @@ pub struct MeasureArgs {
 const SHORTER: u32 = 3;
 
 pub fn measure(args: &MeasureArgs) -> Result<(), Failure> {
+    args.report.check(args.scenario.read().as_slice())?;
     args.output.as_deref().map_or(Ok(()), |folder| output::check_folder("--output", folder))?;
     args.scenario.check_for_measure()?;
     let subject = args.scenario.subject()?;

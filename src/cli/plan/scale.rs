@@ -3,7 +3,6 @@
 use super::scenario::{memory, subject, tokens};
 use super::{Reported, text};
 use crate::cli::failure::Failure;
-use crate::cli::output;
 use crate::planner::kv::KvStore;
 use crate::planner::presets::{Gpu, network};
 use crate::planner::scale::{OnRanks, Scale, Turns};
@@ -52,7 +51,7 @@ struct Report<'a> {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
-    output::check_json(args.report.json.as_deref())?;
+    args.report.check(&[("--model", &args.model)])?;
     let subject = subject(&args.model)?;
     let gpu: &Gpu = memory(&args.gpu)?.gpu().ok_or_else(|| {
         Failure::usage(format!("--gpu is '{}'; times need a card of `kvsieve list gpus`, such as h100", args.gpu))

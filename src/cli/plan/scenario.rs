@@ -74,7 +74,7 @@ pub struct ScenarioArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     offload_layers: u64,
     /// Context, libraries and other processes on the card, as 0.5GB [default: 0.5GB; with --gpu here, what is taken now]
-    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none)]
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, allow_hyphen_values = true)]
     overhead: Option<u64>,
 }
 
@@ -193,6 +193,11 @@ pub fn memory(text: &str) -> Result<Memory, Failure> {
 }
 
 impl ScenarioArgs {
+    /// What is read, with its option, for checks of what is written.
+    pub fn read(&self) -> Option<(&'static str, &Path)> {
+        self.model.as_deref().map(|model| ("--model", model))
+    }
+
     /// The model.
     pub fn subject(&self) -> Result<Subject, Failure> {
         let missing =
@@ -244,6 +249,17 @@ impl ScenarioArgs {
         let attention = self.attention.unwrap_or(self.profile.options().0);
         unused(attention == Attention::Minimal, "minimal attention", &format!("{run}, naive or tiled"))?;
         unused(self.allocation.is_some(), "--allocation", run)
+    }
+
+    /// Options of which a term may know nothing, each with the arguments without it.
+    pub fn without_each(&self) -> Vec<(&'static str, ScenarioArgs)> {
+        let all = [
+            ("--logits", ScenarioArgs { logits: Logits::Last, ..self.clone() }),
+            ("--allocation", ScenarioArgs { allocation: None, ..self.clone() }),
+            ("--offload-layers", ScenarioArgs { offload_layers: 0, ..self.clone() }),
+            ("--overhead", ScenarioArgs { overhead: None, ..self.clone() }),
+        ];
+        all.into()
     }
 
     /// The scenario of a model, checked.

@@ -64,7 +64,7 @@ pub struct Args {
     #[arg(long, value_name = "WHAT", default_value = "none", value_parser = offload)]
     offload: Offload,
     /// Context and libraries of a card, as 0.5GB
-    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none)]
+    #[arg(long, value_name = "BYTES", value_parser = bytes_or_none, allow_hyphen_values = true)]
     overhead: Option<u64>,
     /// Folder to draw the stages of ZeRO into, as SVG and CSV, and on a page, report.html
     #[arg(long, value_name = "DIR", help_heading = "What is reported")]
@@ -127,7 +127,7 @@ struct Report<'a> {
 }
 
 pub fn run(args: &Args) -> Result<(), Failure> {
-    output::check_json(args.report.json.as_deref())?;
+    args.report.check(&[("--model", &args.model)])?;
     args.output.as_deref().map_or(Ok(()), |folder| output::check_folder("--output", folder))?;
     let strange = [
         (

@@ -94,13 +94,18 @@ fn token_work(cell: &Cell, tokens: f64) -> f64 {
 /// Runs a sample; some tasks need more room than [`PROBE_TOKENS`].
 fn probe(cells: &[&Cell], registry: &Registry, cpu: &Cpu, limit_bytes: u64) -> Result<Probe, EvalError> {
     let start = Instant::now();
-    let Group { samples, .. } = Group::open(cells, registry, limit_bytes)?;
+    // Of a task every sample has as many prompts, and one is written; of a text there are as many as it has pieces.
+    let count = cells[0].samples.filter(|_| cells[0].text.is_none()).unwrap_or(1);
+    let written: Vec<Cell> =
+        cells.iter().map(|&cell| Cell { samples: cell.text.as_ref().and(cell.samples), ..cell.clone() }).collect();
+    let written: Vec<&Cell> = written.iter().collect();
+    let Group { samples, .. } = Group::open(&written, registry, limit_bytes)?;
     let open_s = start.elapsed().as_secs_f64();
     let context_tokens = cells[0].context_tokens;
     let of = |tokens| probe_of(tokens, cells, registry, cpu, limit_bytes);
     let tried = of(context_tokens.min(PROBE_TOKENS)).or_else(|_| of(context_tokens))?;
-    let count = samples.last().map_or(0, |prompt| prompt.sample + 1);
-    Ok(Probe { open_s, samples: count, prompts: samples.len(), ..tried })
+    let samples_written = samples.last().map_or(0, |prompt| prompt.sample + 1);
+    Ok(Probe { open_s, samples: count * samples_written, prompts: count * samples.len(), ..tried })
 }
 
 /// Runs the first sample under some of the cells.

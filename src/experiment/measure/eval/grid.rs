@@ -18,6 +18,8 @@ use std::path::{Path, PathBuf};
 
 /// Samples where nothing is said.
 const SAMPLES: usize = 20;
+/// Most samples of a task, and pieces of a text: all are written before the first is read.
+const MOST_SAMPLES: usize = 1_000_000;
 /// Tokens behind the eviction of a text, where nothing is said.
 const TEXT_NEW_TOKENS: usize = 128;
 
@@ -56,6 +58,9 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
     }
     if grid.samples == Some(0) || grid.new_tokens == Some(0) {
         return Err("samples and new_tokens must be at least 1".into());
+    }
+    if let Some(samples) = grid.samples.filter(|&samples| samples > MOST_SAMPLES) {
+        return Err(format!("samples is {samples}; it must be at most {MOST_SAMPLES}"));
     }
     let mut cells = Vec::new();
     for model in grid.model.or(BUILTIN.into()) {
