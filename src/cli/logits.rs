@@ -218,13 +218,16 @@ fn is_behind_context(policy: &Policy) -> bool {
 /// Refuses an eviction that no logits would see, or that comes after the end of a sequence.
 fn check_eviction(args: &Args, opened: &Opened, sequences: &[Vec<u32>]) -> Result<(), Failure> {
     let shortest = sequences.iter().map(Vec::len).min().unwrap_or(0);
-    if let Some(after) = args.evict_after.filter(|after| !(1..shortest).contains(after)) {
-        let most = shortest.saturating_sub(1);
+    // What acts while the context is read is seen in its own logits.
+    let is_behind = opened.policy.as_ref().is_some_and(is_behind_context);
+    let most = shortest.saturating_sub(usize::from(is_behind));
+    if let Some(after) = args.evict_after.filter(|after| !(1..=most).contains(after)) {
+        let follows = if is_behind { ", and one must follow" } else { "" };
         return Err(Failure::usage(format!(
-            "--evict-after is {after}; the shortest sequence has {shortest} tokens, and one must follow, so it must be 1 to {most}"
+            "--evict-after is {after}; the shortest sequence has {shortest} tokens{follows}, so it must be 1 to {most}"
         )));
     }
-    if opened.policy.as_ref().is_some_and(is_behind_context) && args.evict_after.is_none() {
+    if is_behind && args.evict_after.is_none() {
         return Err(Failure::usage(
             "the policy would evict after the last token, where no logits see it; give --evict-after N, or '+chunks'"
                 .into(),

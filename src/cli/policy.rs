@@ -1,6 +1,7 @@
 //! A policy by its text and its file, as the commands that evict once take it.
 
 use super::failure::Failure;
+use super::output;
 use crate::policy::{Budget, Policy, PolicyFile, Registry};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -31,18 +32,20 @@ impl Used {
     }
 }
 
-/// The budget of a policy, by its text: none where nothing is evicted.
+/// The budget of a policy, by its text. Where nothing is evicted there need be none, and one that is given is told to change nothing.
 ///
 /// # Errors
-/// When it is none, is missing, or would change nothing.
+/// When it is none, or is missing.
 pub fn budget(policy: &Policy, name: &str, text: Option<&str>) -> Result<Option<Budget>, Failure> {
     match text {
         None if policy.keeps_all() => Ok(None),
         None => Err(Failure::usage(format!("policy '{name}' has no budget; give --budget, such as 0.25 or 512"))),
-        Some(text) if policy.keeps_all() => {
-            Err(Failure::usage(format!("--budget is {text}; nothing is evicted by {name}; leave it out")))
+        Some(text) => {
+            let budget = text.parse()?;
+            let idle = policy.keeps_all().then(|| format!("--budget is {text}, and nothing is evicted by {name}"));
+            output::warn(idle.as_slice());
+            Ok(Some(budget))
         }
-        Some(text) => Ok(Some(text.parse()?)),
     }
 }
 

@@ -88,9 +88,7 @@ impl Desk {
         let defaults =
             [("--input", "in.safetensors"), ("--output", "out.safetensors"), ("--policy", "knorm"), ("--budget", "20")];
         for (option, default) in defaults {
-            // Where nothing is evicted a budget is refused.
-            let is_meant = option != "--budget" || !options.contains(&"full");
-            if is_meant && !options.contains(&option) {
+            if !options.contains(&option) {
                 command.args([option, default]);
             }
         }
@@ -311,7 +309,7 @@ fn the_report_has_every_field_and_the_summary_says_what_happened() {
     let idle = "warning: budget 70 holds the whole context of 70 tokens: nothing is evicted";
     desk.evict(&["--budget", "70"]).assert().success().stderr(contains(idle));
     let shown = text(&["--policy", "full"]);
-    assert!(shown.starts_with("full\n") && shown.contains("nothing: the policy keeps everything"), "{shown}");
+    assert!(shown.contains("nothing: the policy keeps everything"), "{shown}");
 }
 
 #[test]
@@ -464,7 +462,6 @@ fn wrong_options_are_named_in_one_line() {
         (&["--device", "cuda", "--policy", GATES], 2, "gates of hidden states are worked out in models on CUDA"),
         (&["--device", "cuda:x"], 2, "unknown device 'cuda:x'; use cpu or cuda[:N]"),
         (&["--device", "tpu"], 2, "unknown device 'tpu'; use cpu or cuda[:N]"),
-        (&["--policy", "full", "--budget", "20"], 2, "--budget is 20; nothing is evicted by full; leave it out"),
         (&["--limit-memory", "8"], 2, "'8' is not an amount of memory"),
         (&["--limit-memory", "16KiB"], 1, "out of memory: 16896 bytes for input requested"),
         (&["--output", "none/out.safetensors"], 2, "there is no folder 'none'"),

@@ -177,7 +177,7 @@ fn ranks_evict_what_one_evicts() {
 
     let cases: [(&str, &[&str], &str); 4] = [
         ("knorm", &["--ranks", "ring:2"], "eviction is shared out as decoding is"),
-        ("full", &["--ranks", "tree:2"], "nothing is evicted by full; leave it out"),
+        ("full", &["--ranks", "tree:2"], "policy 'full' is not available over ranks: it evicts nothing"),
         ("knorm", &["--ranks", "tree:2", "--kv-format", "int8"], "cannot be used with"),
         ("knorm", &["--ranks", "tree:2", "--device", "cuda"], "--ranks is not available with --device cuda"),
     ];
