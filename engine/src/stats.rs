@@ -164,12 +164,20 @@ fn student_interval(strata: &[&Vec<f64>]) -> Option<(f64, f64)> {
     let squares = strata.iter().map(|stratum| squares_around_mean(stratum, 0.0)).sum::<f64>();
     // What is left of equal differences is rounding.
     (freedom > 0.0 && squares > 1e-12).then_some(())?;
-    // Student's t of a normal deviate (Wallace 1959).
-    let deviate = Z / (1.0 - 1.0 / (4.0 * freedom));
-    let t = (freedom * (deviate * deviate / freedom).exp_m1()).sqrt();
+    let t = student_t(freedom);
     let mean = strata.iter().copied().flatten().sum::<f64>() / count as f64;
     let half = t * (squares / freedom / count as f64).sqrt();
     Some((mean - half, mean + half))
+}
+
+/// Student's t that 95% lie within, for degrees of freedom of at least 1.
+fn student_t(freedom: f64) -> f64 {
+    const FEW: [f64; 10] = [12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281];
+    FEW.get(freedom as usize - 1).copied().unwrap_or_else(|| {
+        // As a normal deviate (Wallace 1959).
+        let deviate = Z * (8.0 * freedom + 3.0) / (8.0 * freedom + 1.0);
+        (freedom * (deviate * deviate / freedom).exp_m1()).sqrt()
+    })
 }
 
 /// Sum of squares around the mean of these and so many zeros `more`.
@@ -235,7 +243,7 @@ pub fn unbounded_difference(values: &[f64]) -> Option<Difference> {
         let squares = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>();
         let error = (squares / (freedom * count)).sqrt();
         let t = if error > 0.0 { mean.abs() / error } else { f64::INFINITY };
-        // Student's t as a normal deviate (Wallace 1959).
+        // Student's t as a normal deviate (Abramowitz and Stegun 26.7.8).
         let deviate = (freedom * (t * t / freedom).ln_1p()).sqrt() * (1.0 - 1.0 / (4.0 * freedom));
         if mean == 0.0 { 1.0 } else { erfc(deviate / 2f64.sqrt()) }
     });
@@ -363,7 +371,10 @@ mod tests {
         // t of 4 degrees of freedom is 2.776, and the mean's error 0.01 * sqrt(2.5 / 5).
         let found = difference(&[vec![0.04, 0.05, 0.06, 0.07, 0.08]]).unwrap();
         let half = 2.776 * 0.01 * 0.5f64.sqrt();
-        assert!((found.mean - 0.06).abs() < 1e-12 && (found.high - found.low - 2.0 * half).abs() < 1e-3, "{found:?}");
+        assert!((found.mean - 0.06).abs() < 1e-12 && (found.high - found.low - 2.0 * half).abs() < 1e-5, "{found:?}");
+        for (freedom, t) in [(1.0, 12.706), (4.0, 2.776), (10.0, 2.228), (11.0, 2.201), (19.0, 2.093), (60.0, 2.000)] {
+            assert!((student_t(freedom) - t).abs() < 6e-4, "{freedom}: {}", student_t(freedom));
+        }
         let of_20: Vec<f64> = (0..20).map(|at| 0.05 + 0.01 * f64::from(at % 8)).collect();
         let found = difference(std::slice::from_ref(&of_20)).unwrap();
         assert!(found.low > 0.06 && found.high < 0.11 && found.p < 0.001, "{found:?}");

@@ -1,7 +1,6 @@
 //! A policy by its text and its file, as the commands that evict once take it.
 
 use super::failure::Failure;
-use super::output;
 use crate::policy::{Budget, Policy, PolicyFile, Registry};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -32,7 +31,7 @@ impl Used {
     }
 }
 
-/// The budget of a policy, by its text. Where nothing is evicted there need be none, and one that is given is told to change nothing.
+/// The budget of a policy, by its text. Where nothing is evicted there need be none.
 ///
 /// # Errors
 /// When it is none, or is missing.
@@ -40,12 +39,7 @@ pub fn budget(policy: &Policy, name: &str, text: Option<&str>) -> Result<Option<
     match text {
         None if policy.keeps_all() => Ok(None),
         None => Err(Failure::usage(format!("policy '{name}' has no budget; give --budget, such as 0.25 or 512"))),
-        Some(text) => {
-            let budget = text.parse()?;
-            let idle = policy.keeps_all().then(|| format!("--budget is {text}, and nothing is evicted by {name}"));
-            output::warn(idle.as_slice());
-            Ok(Some(budget))
-        }
+        Some(text) => Ok(Some(text.parse()?)),
     }
 }
 

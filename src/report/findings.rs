@@ -159,10 +159,12 @@ fn policies(records: &[&Record]) -> Vec<String> {
         let context = units::tokens(record.cell.context_tokens);
         let draw = if draws == 1 { ", one draw of the inputs" } else { "" };
         let held = |rival: &(Measured, &Record)| {
-            let share = end_share(rival.1, records)?;
-            Some(format!("{}, {} of the KV bytes of `full`", words(rival), text::percent(share)))
+            let share = end_share(rival.1, records);
+            let share =
+                share.map_or(String::new(), |share| format!(", {} of the KV bytes of `full`", text::percent(share)));
+            format!("{}{share}", words(rival))
         };
-        let apart = grown.iter().filter_map(held).collect::<Vec<_>>().join("; ");
+        let apart = grown.iter().map(held).collect::<Vec<_>>().join("; ");
         let apart = match apart.is_empty() {
             true => apart,
             false => format!(" Not ranked beside them, since more than twice as much stays in the end: {apart}."),

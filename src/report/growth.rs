@@ -3,7 +3,7 @@
 
 use crate::experiment::record::Record;
 
-/// How many times the bytes behind prefill those at the end are, from which on a cache grows.
+/// A cache grows where it ends with more than so many times its bytes behind prefill.
 const GROWTH: f64 = 1.5;
 /// How many times as much as the least that any holds at the end is too much to be compared with it.
 const TOO_MUCH: f64 = 2.0;

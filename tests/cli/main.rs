@@ -16,4 +16,5 @@ mod models;
 mod outputs;
 mod questions;
 mod report;
+mod resume;
 mod run;

@@ -217,7 +217,7 @@ fn a_budget_of_nothing_but_protected_tokens_warns() {
     assert_eq!(report["warnings"][0], idle("24", 24));
     kvsieve(&base).args(["--policy", "knorm", "--budget", "5000"]).assert().success().stderr(contains(idle("5000", 9)));
     kvsieve(&base).args(["--policy", "full"]).assert().success().stderr("");
-    let idle = "warning: --budget is 2, and nothing is evicted by full\n";
+    let idle = "warning: the policy evicts nothing, and the budget 2 changes nothing\n";
     kvsieve(&base).args(["--policy", "full", "--budget", "2"]).assert().success().stderr(idle);
 }
 

@@ -6,14 +6,13 @@ use kvsieve::tensor::DType;
 use kvsieve::tensor::file::{self, Output};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Three cells that take no time.
-const SMALL: &str = r#"name = "x"
+pub const SMALL: &str = r#"name = "x"
 [timing]
 min_rounds = 1
 max_rounds = 2
@@ -28,29 +27,29 @@ budget = [0.25, 0.5]
 "#;
 
 /// A folder with an experiment `x.toml` and room for results in `out`.
-struct Desk {
-    folder: TempDir,
+pub struct Desk {
+    pub folder: TempDir,
 }
 
 impl Desk {
-    fn with(experiment: &str) -> Self {
+    pub fn with(experiment: &str) -> Self {
         let desk = Desk { folder: tempfile::tempdir().unwrap() };
         fs::write(desk.path("x.toml"), experiment).unwrap();
         desk
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    fn command(&self, arguments: &[&str]) -> Command {
+    pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvsieve"));
         command.current_dir(self.folder.path()).args(arguments).stdin(Stdio::null());
         command
     }
 
     /// Runs a command that must succeed, silent on stderr; returns what it printed.
-    fn works(&self, arguments: &[&str]) -> String {
+    pub fn works(&self, arguments: &[&str]) -> String {
         let output = self.command(arguments).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!((output.status.code(), stderr.as_str()), (Some(0), ""), "{arguments:?}");
@@ -58,7 +57,7 @@ impl Desk {
     }
 
     /// Runs a command that must end with `status` and one line on stderr, which is returned.
-    fn fails(&self, arguments: &[&str], status: i32) -> String {
+    pub fn fails(&self, arguments: &[&str], status: i32) -> String {
         let output = self.command(arguments).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(status), "{arguments:?}: {stderr}");
@@ -68,7 +67,7 @@ impl Desk {
     }
 
     /// As [`Desk::fails`] with status 2, and nothing printed or written.
-    fn refuses(&self, arguments: &[&str]) -> String {
+    pub fn refuses(&self, arguments: &[&str]) -> String {
         let before = names(self.folder.path());
         let stderr = self.fails(arguments, 2);
         assert_eq!(names(self.folder.path()), before, "{arguments:?}: left something behind");
@@ -76,12 +75,12 @@ impl Desk {
     }
 
     /// Runs `x.toml` into `out` and returns the folder of the run.
-    fn run(&self, options: &[&str]) -> PathBuf {
+    pub fn run(&self, options: &[&str]) -> PathBuf {
         self.works(&[&["run", "x.toml", "--out", "out"], options].concat());
         self.only_run()
     }
 
-    fn only_run(&self) -> PathBuf {
+    pub fn only_run(&self) -> PathBuf {
         let runs = names(&self.path("out/x"));
         assert_eq!(runs.len(), 1, "{runs:?}");
         self.path("out/x").join(runs.first().unwrap())
@@ -89,21 +88,21 @@ impl Desk {
 }
 
 /// Names in a folder.
-fn names(folder: &Path) -> BTreeSet<String> {
+pub fn names(folder: &Path) -> BTreeSet<String> {
     fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
-fn cells(run: &Path) -> Vec<u8> {
+pub fn cells(run: &Path) -> Vec<u8> {
     fs::read(run.join("cells.jsonl")).unwrap()
 }
 
-fn records(text: &[u8]) -> Vec<Value> {
+pub fn records(text: &[u8]) -> Vec<Value> {
     let whole = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
     whole.map(|line| serde_json::from_slice(line).unwrap()).collect()
 }
 
 /// Every file below a folder with its bytes.
-fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+pub fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -170,126 +169,6 @@ fn a_dry_run_lists_the_cells_and_writes_nothing() {
     fs::remove_file(desk.path("x.toml")).unwrap();
     assert!(desk.works(&["run", "--dry-run"]).contains("forward naive 8/8 f32 512"));
     assert!(names(desk.folder.path()).is_empty());
-}
-
-#[test]
-fn a_killed_run_goes_on_where_it_was() {
-    // Contexts of their own are groups of their own, so cells end one after another.
-    let text = "name = \"x\"\n[timing]\nmin_rounds = 6\nmax_rounds = 6\n[[grid]]\nmeasure = \"forward\"\nheads = \"8/8\"\n\
-                head_dim = 64\ncontext_tokens = [64, 1500, 1501, 1502, 1503]\n";
-    let desk = Desk::with(text);
-    let mut child =
-        desk.command(&["run", "x.toml", "--out", "out", "--threads", "1"]).stdout(Stdio::null()).spawn().unwrap();
-    let start = Instant::now();
-    let found = || -> Option<PathBuf> {
-        let folder = fs::read_dir(desk.path("out/x")).ok()?.next()?.unwrap().path();
-        fs::read(folder.join("cells.jsonl")).ok()?.contains(&b'\n').then_some(folder)
-    };
-    let run = loop {
-        if let Some(run) = found() {
-            break run;
-        }
-        assert!(start.elapsed() < Duration::from_secs(60), "no record in a minute");
-        std::thread::sleep(Duration::from_millis(2));
-    };
-    child.kill().unwrap();
-    child.wait().unwrap();
-    let before = cells(&run);
-    let done = before.iter().filter(|&&byte| byte == b'\n').count();
-    assert!((1..5).contains(&done), "{done} cells had ended");
-    // A kill in the middle of a write leaves half a line.
-    let half = &before[..before.len() / done / 2];
-    fs::write(run.join("cells.jsonl"), [&before[..], half].concat()).unwrap();
-    let report = desk.command(&["report", run.to_str().unwrap()]).output().unwrap();
-    assert!(report.status.success() && run.join("report.html").exists());
-
-    let printed = desk.works(&["run", "x.toml", "--out", "out", "--threads", "1", "--resume", "--json", "-"]);
-    assert_eq!(printed.lines().count(), 5 - done, "only missing cells run");
-    assert_eq!(desk.only_run(), run);
-    let after = cells(&run);
-    assert!(after.starts_with(&before), "finished cells are as they were, byte for byte");
-    let records = records(&after);
-    let ids: BTreeSet<&str> = records.iter().map(|record| record["cell_id"].as_str().unwrap()).collect();
-    assert_eq!((records.len(), ids.len()), (5, 5));
-    assert!(records.iter().all(|record| record["status"] == "ok"));
-    assert!(run.join("report.html").exists());
-}
-
-#[test]
-fn torn_last_lines_are_cut_off_and_damaged_ones_are_named() {
-    let desk = Desk::with(SMALL);
-    let run = desk.run(&[]);
-    let path = run.join("cells.jsonl");
-    let whole = cells(&run);
-    let lines: Vec<&[u8]> = whole.split_inclusive(|&byte| byte == b'\n').collect();
-    // Only the line break is missing: nothing is lost.
-    fs::write(&path, &whole[..whole.len() - 1]).unwrap();
-    desk.works(&["report", run.to_str().unwrap()]);
-    assert_eq!(desk.run(&["--resume"]), run);
-    assert!(cells(&run) == whole);
-    for cut in [2, 40, lines[2].len() - 1] {
-        fs::write(&path, &whole[..whole.len() - cut]).unwrap();
-        let said = desk.command(&["report", run.to_str().unwrap()]).output().unwrap();
-        let warning = String::from_utf8(said.stderr).unwrap();
-        assert!(
-            said.status.success() && warning.contains("cells.jsonl': the last line is torn and left out"),
-            "{warning}"
-        );
-        assert_eq!(desk.run(&["--resume"]), run);
-        let again = cells(&run);
-        assert!(again.starts_with(&whole[..whole.len() - lines[2].len()]));
-        // All of the comparison are timed side by side again, and the later record of a cell counts.
-        let records = records(&again);
-        let ids: BTreeSet<&str> = records.iter().map(|record| record["cell_id"].as_str().unwrap()).collect();
-        assert_eq!((records.len(), ids.len()), (5, 3), "cut by {cut}");
-    }
-    let damaged = [lines[0], &lines[1][..50], b"\n", lines[2]].concat();
-    fs::write(&path, &damaged).unwrap();
-    for arguments in [vec!["report", run.to_str().unwrap()], vec!["run", "x.toml", "--out", "out", "--resume"]] {
-        let stderr = desk.refuses(&arguments);
-        assert!(stderr.contains("cells.jsonl' line 2 is not a record"), "{stderr}");
-    }
-    assert_eq!(fs::read(&path).unwrap(), damaged, "nothing of it is lost");
-    fs::write(&path, String::from_utf8(whole).unwrap().replace("cell/v3", "cell/v1")).unwrap();
-    let stderr = desk.refuses(&["report", run.to_str().unwrap()]);
-    assert!(stderr.contains("line 1 is not a record: its schema is kvsieve/cell/v1"), "{stderr}");
-}
-
-#[test]
-fn what_a_resumed_run_does_not_find_is_told() {
-    let desk = Desk::with(SMALL);
-    let resume = || {
-        let output = desk.command(&["run", "x.toml", "--out", "out", "--resume"]).output().unwrap();
-        assert!(output.status.success());
-        String::from_utf8(output.stderr).unwrap()
-    };
-    let said = resume();
-    assert!(
-        said.starts_with("note: no run of this configuration in 'out/x' to go on with; a new one begins"),
-        "{said}"
-    );
-    let run = desk.only_run();
-    let config = fs::read(run.join("config.toml")).unwrap();
-    for file in ["config.toml", "env.json"] {
-        fs::remove_file(run.join(file)).unwrap();
-    }
-    let said = resume();
-    assert!(said.starts_with("warning: ") && said.contains("has no env.json: where its first records"), "{said}");
-    assert!(fs::read(run.join("config.toml")).unwrap() == config && desk.only_run() == run);
-}
-
-#[test]
-fn a_run_that_another_process_writes_to_is_left_alone() {
-    let desk = Desk::with(SMALL);
-    let run = desk.run(&[]);
-    let before = files(&run);
-    let held = File::open(run.join("cells.jsonl")).unwrap();
-    held.lock().unwrap();
-    let stderr = desk.fails(&["run", "x.toml", "--out", "out", "--resume"], 1);
-    assert!(stderr.contains("cells.jsonl' is being written by another kvsieve; wait for it to end"), "{stderr}");
-    assert!(files(&run) == before);
-    held.unlock().unwrap();
-    desk.run(&["--resume"]);
 }
 
 #[test]

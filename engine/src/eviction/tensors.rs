@@ -56,10 +56,11 @@ impl Given<'_> {
 /// Scores a context once and chooses what is retained of it. `call` shows its queries, keys, values and mask.
 ///
 /// # Errors
-/// When the policy lacks a statistic, gives scores that are no numbers, or the arena has no room.
+/// When the policy lacks a statistic, looks at future queries under a sliding window, gives scores that are no numbers, or the arena has
+/// no room.
 pub fn retain(policy: &Policy, call: Forward<'_>, given: Given<'_>, arena: &Arena) -> Result<Retained, PolicyError> {
     let shape = call.shape;
-    if given.future.is_some() && call.params.window.is_some() {
+    if policy.looks_at(Statistic::FutureAttention) && given.future.is_some() && call.params.window.is_some() {
         let reason = "future queries come behind the whole context, and a sliding window is counted from its end; leave the window \
                       or the future queries out";
         return Err(PolicyError::Combination { policy: "a score by future queries".into(), reason: reason.into() });

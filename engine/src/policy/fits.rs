@@ -89,9 +89,12 @@ impl Policy {
         self.scorer.is_some() && self.layers.threshold().is_none()
     }
 
-    /// A warning where `budget`, which is `budget_tokens` in each KV head, holds a whole context, of which nothing is evicted then. Not
-    /// where the policy evicts while decoding too, from what comes behind the context.
+    /// A warning where `budget`, which is `budget_tokens` in each KV head, changes nothing: the policy evicts nothing, or the budget holds
+    /// the whole context. Not where the policy evicts while decoding too, from what comes behind the context.
     pub fn holds_all(&self, budget: &Budget, budget_tokens: usize, context_tokens: usize) -> Option<String> {
+        if self.keeps_all() {
+            return Some(format!("the policy evicts nothing, and the budget {budget} changes nothing"));
+        }
         let is_idle = self.is_bound_by_budget() && self.schedule.decoding == Decoding::Never;
         (is_idle && budget_tokens >= context_tokens)
             .then(|| format!("budget {budget} holds the whole context of {context_tokens} tokens: nothing is evicted"))

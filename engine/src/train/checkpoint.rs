@@ -1,6 +1,7 @@
 //! The state of a run, in one file that is there whole or not at all: weights, the optimizer's averages, and how far
 //! the run is. Nothing else decides what follows.
 
+use super::log::LOG;
 use super::run::{Options, RECORD, TrainError};
 use crate::model::is_of_model;
 use crate::tensor::file::TensorFile;
@@ -53,6 +54,8 @@ pub(super) fn check(options: &Options, model: Option<&Path>) -> Result<(), Train
         (true, false) => Err(TrainError::Taken(options.out.clone())),
         (false, true) => Err(TrainError::Nothing(options.out.clone())),
         (true, true) => Ok(()),
+        // A run of ours that was ended within its first save has a log and no record.
+        (false, false) if options.out.join(LOG).exists() && !options.out.join(RECORD).exists() => Ok(()),
         (false, false) => match file_of_model(&options.out) {
             Some(file) => Err(TrainError::Holds { folder: options.out.clone(), file }),
             None => Ok(()),

@@ -171,7 +171,7 @@ pub fn explain(args: &Explain) -> Result<(), Failure> {
             args.term
         )));
     };
-    for (option, without) in args.scenario.without_each() {
+    for (option, without) in args.scenario.without_each(scenario.overhead_bytes) {
         let without = without.scenario_in(&subject, memory)?.waterfall()?;
         let changed = changed(&waterfall, &without);
         if !changed.is_empty() && !changed.contains(&term.term) {

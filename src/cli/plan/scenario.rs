@@ -251,15 +251,17 @@ impl ScenarioArgs {
         unused(self.allocation.is_some(), "--allocation", run)
     }
 
-    /// Options of which a term may know nothing, each with the arguments without it.
-    pub fn without_each(&self) -> Vec<(&'static str, ScenarioArgs)> {
+    /// Options that are given and of which a term may know nothing, each with the arguments without it. What is taken of a card is as it
+    /// was found to be, `overhead_bytes`, in all but one.
+    pub fn without_each(&self, overhead_bytes: Option<u64>) -> Vec<(&'static str, ScenarioArgs)> {
+        let as_found = ScenarioArgs { overhead: overhead_bytes, ..self.clone() };
         let all = [
-            ("--logits", ScenarioArgs { logits: Logits::Last, ..self.clone() }),
-            ("--allocation", ScenarioArgs { allocation: None, ..self.clone() }),
-            ("--offload-layers", ScenarioArgs { offload_layers: 0, ..self.clone() }),
-            ("--overhead", ScenarioArgs { overhead: None, ..self.clone() }),
+            (self.logits != Logits::Last, "--logits", ScenarioArgs { logits: Logits::Last, ..as_found.clone() }),
+            (self.allocation.is_some(), "--allocation", ScenarioArgs { allocation: None, ..as_found.clone() }),
+            (self.offload_layers > 0, "--offload-layers", ScenarioArgs { offload_layers: 0, ..as_found.clone() }),
+            (self.overhead.is_some(), "--overhead", ScenarioArgs { overhead: None, ..as_found }),
         ];
-        all.into()
+        all.into_iter().filter(|(is_given, ..)| *is_given).map(|(_, option, without)| (option, without)).collect()
     }
 
     /// The scenario of a model, checked.

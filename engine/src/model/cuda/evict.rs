@@ -175,6 +175,10 @@ impl<'a> DeviceEvictor<'a> {
         horizon: usize,
     ) -> Result<(), ModelError> {
         let Some(policy) = self.evicting() else { return Ok(()) };
+        if !self.session.is_open() {
+            // An earlier prompt was evicted from, and the schedule asks for no more.
+            return Ok(());
+        }
         let last = seen == horizon;
         if policy.rerotates {
             cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, horizon))?;
