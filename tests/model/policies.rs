@@ -343,6 +343,36 @@ fn a_question_at_once_sees_the_channels_that_its_tokens_see_one_by_one() {
     );
 }
 
+/// Behind an earlier prompt a schedule of once asks for no more; a sequence whose tokens were taken begins anew.
+#[test]
+fn a_second_prompt_goes_on_and_a_freed_sequence_begins_anew() {
+    let (model, tokens) = open("llama");
+    let (cpu, arena) = (Cpu::new(Some(2)).unwrap(), Arena::unlimited());
+    for text in ["snapkv:window=4", "knorm", "snapkv:window=4+every"] {
+        let policy = policy(text);
+        let setup = Setup { columns: policy.columns(), ..Setup::of(64, DType::F32) };
+        let begun = || {
+            let mut decoder = Decoder::new(&model, setup, &cpu, &arena).unwrap();
+            let budget = Some("10".parse().unwrap());
+            decoder.evict(Eviction { policy: &policy, name: text, budget, seed: 0, repeat: None }, &[20]).unwrap();
+            decoder
+        };
+        let read = |decoder: &mut Decoder<'_>, tokens: &[u32]| {
+            let mut logits = Vec::new();
+            decoder.prefill(&[tokens], |_, _, row| logits = row.to_vec()).unwrap();
+            (logits, decoder.cache().lens().to_vec())
+        };
+        let mut decoder = begun();
+        let first = read(&mut decoder, &tokens[..20]);
+        assert!(first.1.iter().all(|&len| len == 10), "{text}: {first:?}");
+        let (_, lens) = read(&mut decoder, &tokens[20..26]);
+        let expected = if text.ends_with("every") { 10 } else { 16 };
+        assert!(lens.iter().all(|&len| len == expected), "{text}: {lens:?}");
+        decoder.free(0);
+        assert_eq!(read(&mut decoder, &tokens[..20]), first, "{text}");
+    }
+}
+
 #[test]
 fn keys_of_a_prompt_in_chunks_are_turned_back_as_the_whole_prompt_turned_them() {
     let checkpoint = checkpoint("longrope");
