@@ -265,13 +265,18 @@ pub fn csv(of_protocols: &[(Protocol, Vec<Pool>)]) -> Result<Option<String>, Rep
                     let numbers = [value_a, value_b, mean, low, high, p, p_holm, a.among_best, b.among_best];
                     let names =
                         [protocol.name(), &a.pool.budget, measure, &a.pool.name, &b.pool.name].map(String::from);
-                    table.write_record(names.into_iter().chain(numbers.map(|number| number.to_string())))?;
+                    table.write_record(names.into_iter().chain(numbers.map(rounded)))?;
                     is_empty = false;
                 }
             }
         }
     }
     if is_empty { Ok(None) } else { super::csv::text(table).map(Some) }
+}
+
+/// A number of a table of thousands of pairs: six digits are more than any sample tells.
+fn rounded(number: f64) -> String {
+    format!("{number:.5e}").parse::<f64>().map_or_else(|_| number.to_string(), |number| number.to_string())
 }
 
 /// What those of a question are compared by: its name, the merits of every sample, and the mean of what is measured.
