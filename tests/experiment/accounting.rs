@@ -32,6 +32,25 @@ fn every_kernel_and_measure_is_accounted_for_to_the_byte() {
     }
 }
 
+/// A rectangular cache has room in every head for what its fullest one keeps: no more than what is live where all keep as many, but for
+/// what a format leaves in full, of which heads keep more and less.
+#[test]
+fn a_rectangular_cache_is_as_large_as_its_fullest_head() {
+    let axes = "kv_format = [\"f32\", \"q4_0\", \"int4:zero=true,recent=32\", \"kivi:bits=4\"]\ncontext_tokens = 512\nbudget = 128\n";
+    let records = run(&evict(&format!("policy = [\"keydiff\", \"knorm+table:heads=1;3\"]\n{axes}")));
+    assert_eq!(records.len(), 2 * 4);
+    for record in &records {
+        let (label, eviction) = (record.cell.label(), record.eviction.as_ref().unwrap());
+        let (padded, live) = (eviction.kv_bytes_padded, eviction.kv_bytes_live);
+        let keeps_full = record.cell.kv_format.is_some_and(|format| format.keeps_full());
+        match record.cell.policy.as_deref() {
+            Some("keydiff") if !keeps_full => assert_eq!(padded, live, "{label}"),
+            Some("keydiff") => assert!((live..live * 5 / 4).contains(&padded), "{label}: {padded} {live}"),
+            _ => assert!(padded > live * 5 / 4, "{label}: {padded} {live}"),
+        }
+    }
+}
+
 #[test]
 fn every_policy_gives_back_its_bytes_and_none_beats_the_oracle() {
     for (seed, dtype) in [(0, "f32"), (1, "bf16")] {
