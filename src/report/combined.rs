@@ -93,20 +93,20 @@ fn spent<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
     pools.iter().filter(compared).filter_map(one).collect()
 }
 
-/// What is spent on the cache, with the weights that losses are from; nothing where all keep keys and values in one format.
-pub fn of_cache<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
+/// What is spent on the cache, with the weights that losses are from, by question; nothing where all keep keys and values in one format.
+pub fn of_cache<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Spent<'a>>> {
     let mut spent = spent(pools);
     spent.retain(|one| !one.saved.weights);
     let is_mixed = |of: &Vec<Spent>| {
         of.iter().any(|one| one.saved.format && !one.saved.policy) && of.iter().any(|one| one.saved.policy)
     };
-    by_question(spent).into_iter().filter(is_mixed).flatten().collect()
+    by_question(spent).into_iter().filter(is_mixed).collect()
 }
 
-/// What is spent on weights and cache; nothing where all weights are alike.
-pub fn of_whole<'a>(pools: &'a [Pool<'a>]) -> Vec<Spent<'a>> {
+/// What is spent on weights and cache, by question; nothing where all weights are alike.
+pub fn of_whole<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Spent<'a>>> {
     let differ = |of: &Vec<Spent>| of.iter().any(|one| one.saved.weights);
-    by_question(spent(pools)).into_iter().filter(differ).flatten().collect()
+    by_question(spent(pools)).into_iter().filter(differ).collect()
 }
 
 /// Those of each question, such as of each model: what one loses says nothing of another.
@@ -137,7 +137,7 @@ pub fn front<'a>(mut spent: Vec<Spent<'a>>, bytes: fn(&Spent) -> f64) -> Vec<Spe
 
 /// For each budget in bytes what loses least: of the cache a format, a policy, both; of all bytes the weights, the cache, both.
 pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
-    let (of_caches, of_wholes) = (by_question(of_cache(pools)), by_question(of_whole(pools)));
+    let (of_caches, of_wholes) = (of_cache(pools), of_whole(pools));
     let of_cache = |one: &Spent| match one.saved {
         Saved { format: true, policy: true, .. } => "both",
         Saved { format: true, .. } => "format",
@@ -247,10 +247,8 @@ pub fn findings(pools: &[Pool], protocol: &str) -> Vec<String> {
             _ => None,
         })
     };
-    let caches = by_question(of_cache(pools))
-        .into_iter()
-        .map(|spent| ("a format and a policy", named(&spent), in_cache(&spent)));
-    let wholes = by_question(of_whole(pools))
+    let caches = of_cache(pools).into_iter().map(|spent| ("a format and a policy", named(&spent), in_cache(&spent)));
+    let wholes = of_whole(pools)
         .into_iter()
         .map(|spent| ("weights in fewer bits and a smaller cache", named(&spent), in_whole(&spent)));
     let sentences = caches.chain(wholes).filter_map(|(what, of, added)| {

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 pub fn chart(data: &Data) -> Option<Chart> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     let mut by_policy: BTreeMap<(String, String), Vec<Spent>> = BTreeMap::new();
-    for one in of_cache(&pools) {
+    for one in of_cache(&pools).into_iter().flatten() {
         let Pool { policy, question, .. } = one.pool;
         by_policy.entry((policy.to_string(), format!("{policy}{question}"))).or_default().push(one);
     }

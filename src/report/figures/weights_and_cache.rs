@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 pub fn chart(data: &Data) -> Option<Chart> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     let mut by_weights: BTreeMap<(String, String), Vec<Spent>> = BTreeMap::new();
-    for one in of_whole(&pools) {
+    for one in of_whole(&pools).into_iter().flatten() {
         let name =
             one.weights().map_or("weights as in the file".into(), |weights| format!("weights {}", weights.words()));
         let of_question = format!("{name}{}", one.pool.question);

@@ -14,7 +14,7 @@ use crate::units;
 /// The figure; `None` where fewer than two kinds of weights lose anything.
 pub fn rows(data: &Data) -> Option<Picture> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
-    let mut alone: Vec<Spent> = of_whole(&pools);
+    let mut alone: Vec<Spent> = of_whole(&pools).into_iter().flatten().collect();
     alone.retain(|one| one.is_plain() && palette::is_baseline(one.pool.policy) && one.kl_nats.mean > 0.0);
     alone.sort_by_key(|one| std::cmp::Reverse(weights_bytes(one.pool)));
     let row = |one: &Spent| {
