@@ -150,7 +150,8 @@ pub fn style(name: &str, place: usize, variant: usize) -> Style {
     if is_baseline(name) {
         // What kernels are compared with may stand beside what policies are.
         let own = if stem(name) == "naive" { Marker::Square } else { Marker::Circle };
-        let marker = if variant == 0 { own } else { MARKERS[(variant - 1) % MARKERS.len()] };
+        let others: Vec<Marker> = MARKERS.into_iter().filter(|marker| *marker != own).collect();
+        let marker = if variant == 0 { own } else { others[(variant - 1) % others.len()] };
         return Style { colour: Colour::BLACK, marker, dashed: variant > 0 };
     }
     if is_oracle(name) {

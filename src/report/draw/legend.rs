@@ -63,9 +63,7 @@ impl<'a> Legend<'a> {
         for (row, (series, name, size)) in self.series.iter().enumerate() {
             let middle = frame.top + LINE * (row as f64 + 0.5);
             let style = series.style;
-            if self.lines.is_none() {
-                line(middle, Stroke { colour: style.colour, width: 2.0, dashed: style.dashed })?;
-            }
+            line(middle, Stroke { colour: style.colour, width: 2.0, dashed: style.dashed })?;
             canvas.marker((left + SWATCH / 2.0, middle), style.marker, style.colour)?;
             canvas.words((left + SWATCH + 8.0, middle), name, Words { size: *size, ..plain })?;
         }
