@@ -126,6 +126,9 @@ fn schedules_and_steps_are_those_of_the_policy_and_the_program() {
     // Nothing besides the model may hold memory, in any unit.
     let overhead = |amount: &str| json(&format!("--model llama-3-8b --gpu h100 --overhead {amount}"))["terms"].clone();
     assert_eq!([overhead("0GB"), overhead("0B")], [overhead("0"), overhead("0")]);
+    // Who evicts nothing needs no budget.
+    let terms = |policy: &str| json(&format!("--model llama-3-8b --gpu h100 {policy}"))["terms"].clone();
+    assert_eq!(terms("--policy full"), terms(""));
     // A node that is not a power of two is left over the network all the same.
     let sent = |node: u64| {
         json(&format!("scale --model llama-3-8b --gpu h100 --ranks 8 --per-node {node}"))["on"][0]["tree_send_ns"]
@@ -320,6 +323,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
             "--model llama-3-8b --gpu h100 --policy full --budget 0.5",
             "--budget has no meaning for the policy 'full', which evicts nothing",
         ),
+        ("--model llama-3-8b --gpu h100 --policy snapkv", "policy 'snapkv' needs --budget"),
         ("--model llama-3-8b --gpu h100 --policy oracle --budget 0.5", "it looks into the future"),
         ("train --model llama-3-8b --gpu h100 --recompute selective", "--recompute selective leaves out the scores"),
         ("max-batch --model llama-3-8b --gpu h100 --batch 4", "--batch has no meaning for plan max-batch"),

@@ -9,7 +9,7 @@ use crate::planner::eviction::Eviction;
 use crate::planner::kv::KvStore;
 use crate::planner::presets::{gpu, weight_format};
 use crate::planner::scenario::{Allocation, Attention, Logits, Memory, Scenario};
-use crate::policy::{Budget, Statistic};
+use crate::policy::{Registry, Statistic};
 use crate::units;
 use std::path::{Path, PathBuf};
 
@@ -59,7 +59,7 @@ pub struct ScenarioArgs {
     #[arg(long, value_name = "HOW", value_parser = allocation)]
     allocation: Option<Allocation>,
     /// Eviction policy (see `kvsieve list policies`)
-    #[arg(long, value_name = "POLICY", requires = "budget")]
+    #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
     /// What may stay: a fraction (0.25), tokens per KV head (512) or bytes of all layers of a sequence (64MiB)
     #[arg(long, value_name = "BUDGET", requires = "policy")]
@@ -271,9 +271,9 @@ impl ScenarioArgs {
 
     /// The same in some memory.
     pub fn scenario_in<'a>(&self, subject: &'a Subject, memory: Memory) -> Result<Scenario<'a>, Failure> {
-        let eviction = match (&self.policy, &self.budget) {
-            (Some(policy), Some(budget)) => Some(eviction(policy, budget.parse()?)?),
-            _ => None,
+        let eviction = match &self.policy {
+            Some(policy) => eviction(policy, self.budget.as_deref())?,
+            None => None,
         };
         if let Some(concurrency) = self.concurrency.filter(|&concurrency| concurrency < self.batch) {
             return Err(Failure::usage(format!(
@@ -308,14 +308,20 @@ impl ScenarioArgs {
     }
 }
 
-/// A policy as the planner sees it.
-fn eviction(text: &str, budget: Budget) -> Result<Eviction, Failure> {
-    let eviction = Eviction::of(text, budget)?;
-    if eviction.policy.looks_at(Statistic::FutureAttention) {
+/// A policy as the planner sees it; none that evicts nothing.
+fn eviction(text: &str, budget: Option<&str>) -> Result<Option<Eviction>, Failure> {
+    let policy = Registry::default().policy(text)?;
+    unused(policy.keeps_all() && budget.is_some(), "--budget", &format!("the policy '{text}', which evicts nothing"))?;
+    if policy.keeps_all() {
+        return Ok(None);
+    }
+    let Some(budget) = budget else {
+        return Err(Failure::usage(format!("policy '{text}' needs --budget: what may stay, as 0.25, 512 or 64MiB")));
+    };
+    if policy.looks_at(Statistic::FutureAttention) {
         return Err(Failure::usage(format!(
             "policy '{text}': it looks into the future, which a model has yet to write"
         )));
     }
-    unused(eviction.policy.keeps_all(), "--budget", &format!("the policy '{text}', which evicts nothing"))?;
-    Ok(eviction)
+    Ok(Some(Eviction::of(text, budget.parse()?)?))
 }
