@@ -94,6 +94,9 @@ pub struct Args {
     /// text, 20; all windows]
     #[arg(long, value_name = "N")]
     samples: Option<usize>,
+    /// How many of them each policy also runs alone, for its times and memory [default: 3; 1 where more than 8 are compared]
+    #[arg(long, value_name = "N")]
+    alone_samples: Option<usize>,
     /// What is scored and evicted together: agnostic, aware, aware-kept or aware-whole; or, with --text and nothing evicted,
     /// perplexity in windows: wikitext (2048 tokens) or llama-perplexity (512, second half) [default: agnostic]
     #[arg(long, value_name = "PROTOCOL", value_delimiter = ',')]
@@ -285,6 +288,7 @@ impl Args {
             task: Many(if self.text.is_some() { Vec::new() } else { names(&self.task, default.tasks) }),
             text: self.text.clone(),
             samples: self.samples.or(default.samples.filter(|_| self.text.is_none())),
+            alone_samples: self.alone_samples,
             protocol: Many(protocols),
             chat: self.chat,
             beyond_limit: self.beyond_limit,

@@ -119,10 +119,10 @@ pub struct Answers {
     /// models.
     #[serde(default)]
     pub kv_bytes_read: u64,
-    /// Most KV bytes in use at one moment, over the runs alone.
-    pub kv_bytes_peak: u64,
+    /// Most KV bytes in use at one moment, over the runs alone, if there were any.
+    pub kv_bytes_peak: Option<u64>,
     /// Tokens evicted in the first run alone, summed over the KV heads of all layers.
-    pub evicted_tokens: u64,
+    pub evicted_tokens: Option<u64>,
     /// Score of each sample, in order.
     pub sample_scores: Vec<f64>,
     /// Nats for each token, by sample.

@@ -102,6 +102,9 @@ pub struct Cell {
     /// Samples of `eval`, at most; drawn episodes of `recall` and `edit`; rounds of `train` and `tune`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
+    /// How many of these it also runs alone, for its times and memory; `None`: as many as its comparison leaves time for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alone_samples: Option<usize>,
     /// What a policy has seen of the question of `eval` when it evicts; `None` where there is no question. Records from
     /// before protocols had names hold `query_aware` instead, which came closest to [`Protocol::AwareWhole`].
     #[serde(
@@ -211,6 +214,7 @@ impl Default for Cell {
             task: None,
             text: None,
             samples: None,
+            alone_samples: None,
             protocol: None,
             chat: false,
             beyond_limit: false,

@@ -174,6 +174,10 @@ pub struct Grid {
     /// `tune`; 5 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
+    /// How many of the samples of `eval` each cell also runs alone, for its times and memory; 3 by default, 1 where more than 8
+    /// cells are compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alone_samples: Option<usize>,
     /// What policies have seen of a question when they evict, for `eval`; `agnostic` by default.
     #[serde(default, skip_serializing_if = "Many::is_empty")]
     pub protocol: Many<Protocol>,
@@ -236,6 +240,7 @@ impl Grid {
             task: Many::default(),
             text: None,
             samples: None,
+            alone_samples: None,
             protocol: Many::default(),
             chat: false,
             beyond_limit: false,

@@ -575,8 +575,8 @@ pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record
         kv_bytes_dense: dense,
         kv_bytes_live: (dense as f64 * budget) as u64,
         kv_bytes_read: (dense as f64 * budget) as u64,
-        kv_bytes_peak: dense,
-        evicted_tokens: ((1.0 - budget) * 8.0 * context as f64) as u64,
+        kv_bytes_peak: Some(dense),
+        evicted_tokens: Some(((1.0 - budget) * 8.0 * context as f64) as u64),
         sample_kl_nats: scores
             .iter()
             .map(|score| if policy == "full" { 0.0 } else { 0.1 + lost - score / 10.0 })

@@ -322,7 +322,7 @@ mod tests {
         let text = "measure = \"eval\"\nkernel = \"x\"\ncontext_tokens = 1\nheads = \"1/1\"\nhead_dim = 1\nbatch = 1\n\
                     dtype = \"f32\"\nkv_format = \"int8\"\nweights = \"int8\"\nactivations = \"int8\"\ncausal = false\nwindow = 1\nsoftcap = 1.0\npolicy = \"x\"\n\
                     budget = 2\npolicy_file = \"x\"\nlayers = 1\nnew_tokens = 1\npage_tokens = 1\nstrategy = \"x\"\n\
-                    trace = \"x\"\nmodel = \"x\"\ntask = \"x\"\ntext = \"x\"\nsamples = 1\nprotocol = \"aware\"\n\
+                    trace = \"x\"\nmodel = \"x\"\ntask = \"x\"\ntext = \"x\"\nsamples = 1\nalone_samples = 0\nprotocol = \"aware\"\n\
                     chat = true\nbeyond_limit = true\nmemory = \"x\"\nmaps = \"x\"\nfacts = 1\nepisode = \"x\"\nranks = \"x\"\ntuning = \"x\"\nknobs = { hinted = 0 }\n";
         let grid: Grid = toml::from_str(text).unwrap();
         let given = serde_json::to_value(grid).unwrap();

@@ -62,7 +62,7 @@ fn of(probe: &Probe, cells: &[&Cell], registry: &Registry) -> f64 {
     // Questions and answers are a few tokens behind the context, whatever its length.
     let later = token_work(cell, 2.0 * tokens) / token_work(cell, 2.0 * probed);
     let together = probe.prompts as f64 * (readings * read_s + (count + 1.0) * probe.cell_s * later);
-    let alone = alone_samples(cells.len()).min(probe.samples) as f64 * count;
+    let alone = alone_samples(cells).min(probe.samples) as f64 * count;
     probe.open_s + together + alone * (read_s + (probe.alone_s - probe.read_s).max(0.0) * later)
 }
 

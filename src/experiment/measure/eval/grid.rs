@@ -178,6 +178,7 @@ impl Opened {
                                 task: Some(task.clone()),
                                 text: grid.text.as_ref().map(|path| path.display().to_string()),
                                 samples: Some(samples),
+                                alone_samples: grid.alone_samples,
                                 protocol: grid.text.is_none().then_some(protocol),
                                 chat: grid.chat,
                                 beyond_limit: grid.beyond_limit,

@@ -170,9 +170,9 @@ pub fn models_at_once(cells: &[&Cell]) -> Option<String> {
     })
 }
 
-/// How many samples each of so many cells also runs alone.
-pub fn alone_samples(cells: usize) -> usize {
-    if cells > FEW_CELLS { 1 } else { ALONE_SAMPLES }
+/// How many samples each of the cells of a comparison also runs alone.
+pub fn alone_samples(cells: &[&Cell]) -> usize {
+    cells[0].alone_samples.unwrap_or(if cells.len() > FEW_CELLS { 1 } else { ALONE_SAMPLES })
 }
 
 /// The samples of a cell.

@@ -46,6 +46,7 @@ impl Measurement for Eval {
             "task",
             "text",
             "samples",
+            "alone_samples",
             "protocol",
             "chat",
             "beyond_limit",
@@ -125,7 +126,7 @@ fn filled(record: Record, ended: together::Ended, beside: Option<&str>) -> Recor
         Ok(numbers) => {
             let phase = |(phase, samples): (&str, Vec<u64>)| (phase.to_string(), latency(samples, 0, "samples"));
             let latency = numbers.samples_ns.into_iter().map(phase).collect();
-            Record { memory: Some(numbers.memory), latency, answers: Some(numbers.answers), ..record }
+            Record { memory: numbers.memory, latency, answers: Some(numbers.answers), ..record }
         }
     }
 }

@@ -98,7 +98,7 @@ impl Tally {
     /// The numbers of a record; `None` without a sample.
     pub fn finish(&self, limit_bytes: u64) -> Option<Numbers> {
         let samples: Vec<&Sample> = self.samples.values().collect();
-        let (_, first) = self.alone.first()?;
+        let first = self.alone.first().map(|(_, alone)| alone);
         let values = |value: &dyn Fn(&Sample) -> f64| samples.iter().map(|sample| value(sample)).collect::<Vec<_>>();
         let over = |value: &dyn Fn(&Sample) -> f64| Estimate::over(&values(value));
         let share = |value: &dyn Fn(&Sample) -> f64| Estimate::of_shares(&[&values(value)]);
@@ -147,30 +147,28 @@ impl Tally {
             kv_bytes_dense: (dense * self.lists as f64 / contexts).round() as u64,
             kv_bytes_live: (live / contexts).round() as u64,
             kv_bytes_read: (read / contexts).round() as u64,
-            kv_bytes_peak: self.alone.iter().map(|(_, alone)| alone.kv_bytes_peak).max()?,
-            evicted_tokens: first.evicted_tokens,
+            kv_bytes_peak: self.alone.iter().map(|(_, alone)| alone.kv_bytes_peak).max(),
+            evicted_tokens: first.map(|alone| alone.evicted_tokens),
             sample_scores: scores.unwrap_or_default(),
             sample_kl_nats: samples.iter().map(|sample| kl_nats(sample)).collect(),
             sample_nll_nats: values(&nll_nats),
             sample_depths: samples.iter().map(|sample| sample.depth).collect::<Option<_>>().unwrap_or_default(),
             modes_by_layer: (0..layers).map_while(of_layer).collect(),
         };
-        let memory = Memory {
-            predicted_peak_bytes: first.full_peak_bytes,
-            peak_bytes: first.peak_bytes,
-            residual_bytes: first.peak_bytes as i64 - first.full_peak_bytes as i64,
-            workspace_bytes: first.peak_by_label.get(&Label::Workspace).copied().unwrap_or(0),
-            peak_by_label: first.peak_by_label.clone(),
-            arena_growth_bytes: first.peak_bytes - self.weights_bytes,
+        let memory = first.map(|alone| Memory {
+            predicted_peak_bytes: alone.full_peak_bytes,
+            peak_bytes: alone.peak_bytes,
+            residual_bytes: alone.peak_bytes as i64 - alone.full_peak_bytes as i64,
+            workspace_bytes: alone.peak_by_label.get(&Label::Workspace).copied().unwrap_or(0),
+            peak_by_label: alone.peak_by_label.clone(),
+            arena_growth_bytes: alone.peak_bytes - self.weights_bytes,
             limit_bytes,
             ..Memory::default()
-        };
+        });
         let first_token = self.alone.iter().map(|(_, alone)| alone.first_token_ns).collect();
-        let steps: Vec<u64> = self.alone.iter().flat_map(|(_, alone)| alone.step_ns.clone()).collect();
-        let mut samples_ns = BTreeMap::from([("first_token", first_token)]);
-        if !steps.is_empty() {
-            samples_ns.insert("decode", steps);
-        }
+        let steps = self.alone.iter().flat_map(|(_, alone)| alone.step_ns.clone()).collect();
+        let mut samples_ns: BTreeMap<&str, Vec<u64>> = BTreeMap::from([("first_token", first_token), ("decode", steps)]);
+        samples_ns.retain(|_, samples_ns| !samples_ns.is_empty());
         Some(Numbers { answers, memory, samples_ns })
     }
 

@@ -28,8 +28,8 @@ pub struct Ended {
 pub struct Numbers {
     /// What the model answered.
     pub answers: Answers,
-    /// Of the first run alone.
-    pub memory: Memory,
+    /// Of the first run alone, if there was one.
+    pub memory: Option<Memory>,
     /// Of all runs alone, by phase: `first_token` and `decode`.
     pub samples_ns: BTreeMap<&'static str, Vec<u64>>,
 }
@@ -60,7 +60,7 @@ pub fn run(
     let watch = Watch::default();
     let mut evaluator = Evaluator::new(group.stage(cpu, &group.shared_arena), &group.text, &watch, &first)?;
     let ids: Vec<String> = cells.iter().map(|cell| cell.id()).collect();
-    let mut alone_samples = 0..alone_samples(cells.len());
+    let mut alone_samples = 0..alone_samples(cells);
     let share = 1.0 + cells.len() as f64 / CELLS_OF_A_READ;
     let of_samples = samples.last().map_or(0, |prompt| prompt.sample + 1).min(alone_samples.end);
     let work = samples.len() as f64 * share + (of_samples * cells.len()) as f64;
