@@ -40,6 +40,10 @@ DEVICE u32 order_of(float x) {
 }
 DEVICE float of_order(u32 order) { return bits_to_float(order & 0x80000000u ? order & 0x7fffffffu : ~order); }
 
+// What lies a step above a score: one more, or the next number where numbers are so large. As `above` of
+// engine/src/policy/scored.rs.
+DEVICE float above(float x) { return larger(x + 1.0f, of_order(order_of(x) + 1)); }
+
 DEVICE bool is_number(float x) { return (float_to_bits(x) & 0x7f800000u) != 0x7f800000u; }
 
 } // namespace
@@ -80,8 +84,8 @@ KERNEL(256) score_protect(ARGUMENT Lists l, ARGUMENT Choice c) {
     float *const score = c.scores + (long long)list * c.width + slot;
     if (!is_number(*score)) return; // the host will tell of it
     if (*score == 0.0f) *score = 0.0f; // -0 equals it, and would be below it by its bits
-    if (slot >= len - c.recent) *score = highest + 1.0f;
-    if (origin_of(l, list, slot) < c.sink) *score = highest + 2.0f;
+    if (slot >= len - c.recent) *score = above(highest);
+    if (origin_of(l, list, slot) < c.sink) *score = above(above(highest));
 }
 
 KERNEL(1024) select_best(ARGUMENT Lists l, ARGUMENT Choice c) {

@@ -24,11 +24,11 @@ const EXAMPLES: &str = "\
 Tensors: the input is a safetensors file (F32, F16 or BF16) with q [B, Hq, Lq, D] and k, v [B, Hkv, Lk, D], where Hq \
 is a multiple of Hkv and D at most 256; with --backward also do [B, Hq, Lq, D]. The output holds o in the input's \
 type (or --dtype), lse [B, Hq, Lq] in F32 (natural log), and with --backward dq, dk and dv.\n\n\
-Times: with --repeat above 1, one untimed pass warms up before the timed ones. The time of a backward pass is its \
+Times: with --repeat above 1, and always with --device cuda, one untimed pass warms up before the timed ones. The time of a backward pass is its \
 own, without the forward pass.\n\n\
 With --device cuda the kernels are naive, tiled and decode (any type; D to 256, naive any), and hopper (bf16 or f16, D \
 64, 128 or 256, compute capability 9.0: H100, H200); gradients are those of naive, tiled and hopper (D 64 or 128). naive \
-has its matrix products from cuBLAS if that is found. Memory is the GPU's, and times are the GPU's own. Gradients of \
+has its matrix products from cuBLAS if that is found. Memory is the GPU's, and times are the GPU's own, each behind a cold L2. Gradients of \
 tiled and hopper may differ in their last bits from run to run there; tiled:deterministic=true makes them the same every \
 time.
 

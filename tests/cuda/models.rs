@@ -158,6 +158,8 @@ fn cuda_gates_evict_in_models_as_on_the_cpu() {
             ("gate", None, "itself", "+vnorm", 24, 80),
             // What is below the threshold is let go of while decoding, in lists that lost nothing before too.
             ("gate", None, "itself", "+threshold:at=0.1+delayed:window=4", 16, 7),
+            // Nothing is left.
+            ("gate", None, "itself", "+threshold:at=1000+rerotate", 24, 80),
         ];
         for (index, (policy, inner, decided_by, parts, after, chunk)) in cases.into_iter().enumerate() {
             let path = folder.path().join(format!("{name}-{index}.safetensors"));
@@ -223,7 +225,16 @@ fn cuda_policies_evict_in_models_as_on_the_cpu() {
 #[ignore = "needs a GPU, or the emulated device (tests/kernels/emulate/device.py)"]
 fn cuda_policies_without_a_form_in_models_are_refused_by_name() {
     let (runtime, cpu) = (Runtime::open(0, None).unwrap(), Cpu::new(Some(1)).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let at = |file: &str| folder.path().join(file);
+    let config = Model::open(&checkpoint("llama").folder, &Arena::unlimited()).unwrap().config;
+    write_gates(&at("gates"), &config, "gate", None, "itself");
+    let alphas: Vec<f32> = (0..config.layers * config.kv_heads).map(|head| head as f32 / 16.0).collect();
+    let alphas = Output::f32("duo.alpha", vec![config.layers, config.kv_heads], &alphas);
+    file::write_with(&at("heads"), &[alphas], None).unwrap();
+    let settled = format!("gate:gates={}+duo:gates={}", at("gates").display(), at("heads").display());
     let cases = [
+        ("llama", &settled[..], "not with scores of a head's own"),
         ("gemma2", "knorm", "'knorm': in a model with sliding windows nothing is evicted on CUDA yet"),
         ("llama", "qfilters", "no kernel for it on CUDA yet"),
         ("llama", "knorm+merge", "evicted tokens are only dropped on CUDA"),

@@ -27,6 +27,7 @@ pub fn run(args: &Args, index: usize) -> Result<(), Failure> {
     let kernel = cuda_kernel(name)?;
     let name: Named = name.parse()?;
     let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
+    runtime.sweep_l2()?;
     let device = runtime.device();
     let (shape, params, dtype, limits) = (&problem.shape, &problem.params, problem.dtype, device.limits());
     let forward = kernel.plan(shape, params, rows, limits)?;
@@ -80,8 +81,6 @@ impl Plans {
         // The host's copies are not what is measured.
         let host = Arena::unlimited();
         let inputs = problem.load_all(file, &host)?;
-        let warmups = u32::from(repeat > 1);
-
         let mut buffers = Vec::new();
         for (index, tensor) in inputs.iter().enumerate() {
             let coded = match index {
@@ -98,7 +97,7 @@ impl Plans {
         let (mut o, mut lse) = (result(outputs.o.bytes().len())?, result(outputs.lse.bytes() as usize)?);
         let (q, k, v) = (&buffers[0], &buffers[1], &buffers[2]);
         let mut scratch = self.forward.scratch(device, arena)?;
-        let samples_ns = timed(warmups, repeat, &mut scratch, |scratch| {
+        let samples_ns = timed(repeat, &mut scratch, |scratch| {
             self.forward.forward(runtime, Inputs { q, k, v }, Results { o: &mut o, lse: &mut lse }, scratch)
         })?;
         drop(scratch);
@@ -118,7 +117,7 @@ impl Plans {
                 let mut grad_v = result(gradients.v.bytes().len())?;
                 let call = BackwardInputs { q, k, v, o: &o, lse: &lse, grad_o: &buffers[3] };
                 let mut scratch = plan.scratch(device, arena)?;
-                let samples_ns = timed(warmups, repeat, &mut scratch, |scratch| {
+                let samples_ns = timed(repeat, &mut scratch, |scratch| {
                     let results = BackwardResults { q: &mut grad_q, k: &mut grad_k, v: &mut grad_v };
                     plan.run(runtime, call, results, scratch)
                 })?;
@@ -140,15 +139,12 @@ fn unwritten(runtime: &Runtime, arena: &Arena, bytes: usize) -> Result<DeviceBuf
     Ok(buffer)
 }
 
-/// The GPU's times of `repeat` passes after `warmups` others, in nanoseconds.
+/// The GPU's times of `repeat` passes after another, which finds kernels and libraries cold, in nanoseconds.
 fn timed(
-    warmups: u32,
     repeat: u32,
     scratch: &mut Scratch,
     mut pass: impl FnMut(&mut Scratch) -> Result<u64, CudaError>,
 ) -> Result<Vec<u64>, CudaError> {
-    for _ in 0..warmups {
-        pass(scratch)?;
-    }
+    pass(scratch)?;
     (0..repeat).map(|_| pass(scratch)).collect()
 }

@@ -34,6 +34,7 @@ pub fn run(args: &Args, index: usize, policy: &Policy, budget: Option<&Budget>) 
     let rope = args.rope(&file, policy, &shape)?;
 
     let runtime = Runtime::open(index, args.compute.nvrtc.as_deref())?;
+    runtime.sweep_l2()?;
     let (device, cpu) = (runtime.device(), Cpu::new(args.compute.threads)?);
     let arena = Arena::with_limit(args.compute.limit_memory.unwrap_or(device.free_bytes()));
     let mut there = Vec::new();

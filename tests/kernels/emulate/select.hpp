@@ -78,7 +78,8 @@ int failures(Cache &cache) {
             if (slots[list * width + stays] != 1u << 30) failed += wrong("slot behind those that stay", list, stays, slots[list * width + stays], 0);
         }
         c.sink = 5, c.recent = 4;
-        for (int list = 0; list < count; list++) tops[list] = list == count / 2 ? 9.0f : -5.0f;
+        for (int list = 0; list < count; list++) tops[list] = list == count / 2 ? (kind == 2 ? 3e7f : 9.0f) : -5.0f;
+        const float recent = kind == 2 ? 30000002.0f : 10.0f, sink = kind == 2 ? 30000004.0f : 11.0f; // numbers are two apart there
         const std::vector<float> scores_before = scores;
         machine::launch({blocks(width, 256), unsigned(count), 1}, 256, 0, [&] { score_protect(cache.lists, c); });
         for (int list = 0; list < count; list++)
@@ -86,8 +87,8 @@ int failures(Cache &cache) {
                 const size_t at = size_t(list) * width + slot;
                 float wanted = scores_before[at];
                 if (slot < cache.lens[list] && wanted == 0) wanted = 0; // -0 equals it
-                if (slot < cache.lens[list] && slot >= cache.lens[list] - 4) wanted = 10;
-                if (slot < cache.lens[list] && cache.origins[list * cache.stride + slot] < 5) wanted = 11;
+                if (slot < cache.lens[list] && slot >= cache.lens[list] - 4) wanted = recent;
+                if (slot < cache.lens[list] && cache.origins[list * cache.stride + slot] < 5) wanted = sink;
                 if (!std::isfinite(scores_before[at])) wanted = scores_before[at];
                 if (memcmp(&wanted, &scores[at], 4)) failed += wrong("protected", list, slot, scores[at], wanted);
             }

@@ -184,12 +184,14 @@ impl<'a> DeviceEvictor<'a> {
             cache.set_rope(&config.rope.frequencies(config.head_dim, config.max_positions, horizon))?;
             (self.rotates, self.turned_tokens) = (true, horizon);
         }
-        let DeviceEvictor { session, cpu, arena, window, .. } = self;
+        let DeviceEvictor { session, cpu, arena, window, deferred, .. } = self;
         let dense = window.as_ref().map(|window| window.dense(runtime, arena)).transpose()?;
         let q_len = window.as_ref().map_or(0, DeviceWindow::count);
         let queries = dense.as_ref().map(|[q, lse]| Queries { q, length: q_len, first: 0, lse, q_len });
         let backend = CudaBackend { runtime, arena, cpu, counts_ties: false };
         session.evict(&backend, cache, &[view(config, queries, seen)], Moment::Chunk { last })?;
+        // It knows the best scores that lists had lost before.
+        *deferred = None;
         if !last {
             window.iter_mut().for_each(DeviceWindow::forget);
         } else if !session.is_open() {

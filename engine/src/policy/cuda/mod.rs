@@ -173,9 +173,11 @@ impl Policy {
         if self.action.is_some() {
             return refuse("evicted tokens are only dropped on CUDA; leave the action out, or use --device cpu".into());
         }
-        if !(self.layers.needs().is_empty() && self.heads.needs().is_empty()) {
+        let looks = !(self.layers.needs().is_empty() && self.heads.needs().is_empty());
+        if looks || self.heads.settles_lists() {
             let why = "on CUDA budgets are divided by lengths or scores (uniform, pyramid, table, ada, global)";
-            return refuse(format!("{why}, not by attention; use --device cpu"));
+            let what = if looks { "by attention" } else { "with scores of a head's own" };
+            return refuse(format!("{why}, not {what}; use --device cpu"));
         }
         Ok(())
     }

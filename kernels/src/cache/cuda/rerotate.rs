@@ -47,6 +47,10 @@ impl DeviceCache {
     /// # Errors
     /// As [`DeviceCache::rerotate`].
     pub fn turn_newest(&self, runtime: &Runtime, lists: Range<usize>, newest: usize) -> Result<(), CudaError> {
+        // A threshold may have left nothing anywhere.
+        if newest == 0 {
+            return Ok(());
+        }
         let rerotation = Rerotation::new(self.turns.as_ref().ok_or_else(no_origins)?, self.shape.head_dim, newest)?;
         let grid = [newest.div_ceil(ROWS), lists.len(), 1];
         self.begin(runtime, lists, ("rotate_keys", 128), grid, &rerotation)

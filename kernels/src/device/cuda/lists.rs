@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 type Borrowed<'a> = PhantomData<&'a DeviceBuffer>;
 
 /// A number of which more than all tokens is as good as all.
-fn capped(value: usize) -> i32 {
+pub(super) fn capped(value: usize) -> i32 {
     value.min((1 << 29) - 1) as i32
 }
 

@@ -1,6 +1,7 @@
 //! One attention problem as kernels take it: the same struct as in `kernels/problem.cuh`, made only from buffers that
 //! are large enough for its extents.
 
+use super::lists::capped;
 use super::{CudaError, DeviceBuffer};
 use crate::tensor::DType;
 use cudarc::driver::DeviceRepr;
@@ -139,8 +140,7 @@ impl<'a> Problem<'a> {
             q_len: short("query length", q_len)?,
             kv_len: short("key length", kv_len)?,
             causal: i32::from(extents.causal),
-            // A window that reaches over every key is as good as a longer one.
-            window: extents.window.map_or(Ok(0), |window| short("window", window.min(q_len + kv_len)))?,
+            window: extents.window.map_or(0, capped),
             splits: short("splits", extents.splits)?,
             split_keys: short("keys of a split", extents.split_keys.min(kv_len))?,
             scale: extents.scale,

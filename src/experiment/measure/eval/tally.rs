@@ -167,7 +167,8 @@ impl Tally {
         });
         let first_token = self.alone.iter().map(|(_, alone)| alone.first_token_ns).collect();
         let steps = self.alone.iter().flat_map(|(_, alone)| alone.step_ns.clone()).collect();
-        let mut samples_ns: BTreeMap<&str, Vec<u64>> = BTreeMap::from([("first_token", first_token), ("decode", steps)]);
+        let mut samples_ns: BTreeMap<&str, Vec<u64>> =
+            BTreeMap::from([("first_token", first_token), ("decode", steps)]);
         samples_ns.retain(|_, samples_ns| !samples_ns.is_empty());
         Some(Numbers { answers, memory, samples_ns })
     }

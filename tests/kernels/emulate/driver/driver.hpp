@@ -34,6 +34,7 @@ enum Result : int {
     CONTEXT_IS_DESTROYED = 709,
     MISALIGNED_ADDRESS = 716,
     LAUNCH_FAILED = 719,
+    NOT_PERMITTED = 800,
     NOT_SUPPORTED = 801,
     UNKNOWN_ERROR = 999,
 };
@@ -63,6 +64,7 @@ struct Driver {
     int retained = 0;         // of the primary context
     Result broken = SUCCESS;  // what a kernel did
     bool lost = false;        // the device answers no more
+    bool is_timing = false;   // between two timed events
 };
 extern Driver driver;
 
