@@ -233,8 +233,8 @@ fn in_options(message: &str) -> String {
         ("eval: grid 1 (eval): ", ""),
         ("write beyond_limit = true", "give --beyond-limit"),
         ("context_tokens", "--context"),
-        ("new_tokens is 1", "--new-tokens is 1"),
-        ("samples and new_tokens", "--samples and --new-tokens"),
+        ("new_tokens is ", "--new-tokens is "),
+        ("protocol is ", "--protocol is "),
         ("samples is ", "--samples is "),
     ];
     words.iter().fold(message.to_string(), |text, (key, option)| text.replace(key, option))

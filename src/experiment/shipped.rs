@@ -20,6 +20,7 @@ pub const SHIPPED: &[(&str, &str)] = &[
     ("model-memory", include_str!("../../experiments/model-memory.toml")),
     ("long-decode", include_str!("../../experiments/long-decode.toml")),
     ("real-text", include_str!("../../experiments/real-text.toml")),
+    ("longer-text", include_str!("../../experiments/longer-text.toml")),
     ("real-formats", include_str!("../../experiments/real-formats.toml")),
     ("real-weights", include_str!("../../experiments/real-weights.toml")),
     ("real-activations", include_str!("../../experiments/real-activations.toml")),

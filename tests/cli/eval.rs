@@ -285,7 +285,7 @@ fn mistakes_are_one_line() {
             "error: a sequence of 4096 tokens; 'm' was made for at most 2048, give --",
         ),
         (&["eval", "--model", "m", "--context", "-4"], "--context: '-4' is not a token count"),
-        (&["eval", "--model", "m", "--samples", "0"], "error: --samples and --new-tokens must be at least 1"),
+        (&["eval", "--model", "m", "--samples", "0"], "error: --samples is 0; it must be at least 1"),
         (
             &["eval", "--model", "m", "--samples", "99999999999", "--dry-run"],
             "error: --samples is 99999999999; it must be at most 1000000",
@@ -307,7 +307,7 @@ fn mistakes_are_one_line() {
         (&["eval", "--model", "m", "--protocol", "wikitext", "--text", "t", "--budget", "9"], "leave --budget out"),
         (&["eval", "--model", "m", "--protocol", "wikitext", "--text", "t", "--dry-run"], "leave --dry-run out"),
         (&["eval", "--model", "m", "--protocol", "wikitext", "--text", "no.txt"], "cannot read --text 'no.txt'"),
-        (&["eval", "--model", "m", "--protocol", "aware", "--text", "t"], "protocol is about questions"),
+        (&["eval", "--model", "m", "--protocol", "aware", "--text", "t"], "--protocol is aware, which is about questions"),
         (&["capture", "--model", "m", "--text", "no.txt", "--output", "o.safetensors"], "cannot read --text 'no.txt'"),
     ] {
         let output = run(folder.path(), arguments);

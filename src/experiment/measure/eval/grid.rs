@@ -43,8 +43,8 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
     if grid.policy.is_empty() && grid.memory.is_empty() {
         return Err("policy is missing; write policy = [\"full\", \"snapkv\"]".into());
     }
-    if !grid.protocol.is_empty() && grid.text.is_some() {
-        return Err("protocol is about questions; a text has none".into());
+    if let (Some(protocol), Some(_)) = (grid.protocol.0.first(), &grid.text) {
+        return Err(format!("protocol is {protocol}, which is about questions; a text has none, leave it out"));
     }
     if grid.chat && grid.text.is_some() {
         return Err("chat is about questions; a text has none".into());
@@ -56,8 +56,10 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
                 .into(),
         );
     }
-    if grid.samples == Some(0) || grid.new_tokens == Some(0) {
-        return Err("samples and new_tokens must be at least 1".into());
+    for (name, count) in [("samples", grid.samples), ("new_tokens", grid.new_tokens)] {
+        if count == Some(0) {
+            return Err(format!("{name} is 0; it must be at least 1"));
+        }
     }
     if let Some(samples) = grid.samples.filter(|&samples| samples > MOST_SAMPLES) {
         return Err(format!("samples is {samples}; it must be at most {MOST_SAMPLES}"));
