@@ -4,6 +4,7 @@
 mod windows;
 
 use super::failure::Failure;
+use super::names::{Names, named};
 use super::run::Way;
 use super::{Compute, command_line};
 use crate::eval::{Protocol, Windows};
@@ -174,25 +175,6 @@ impl FromStr for Named {
     }
 }
 
-/// Names with parameters, separated by commas.
-#[derive(Debug, Clone)]
-struct Names(Vec<String>);
-
-/// Splits `a:x=1,y=2,b` into `a:x=1,y=2` and `b`: what holds an equals sign but no colon before it belongs to the name in
-/// front of it.
-fn named(text: &str) -> Result<Names, String> {
-    let mut names: Vec<String> = Vec::new();
-    for piece in text.split(',').map(str::trim) {
-        let is_parameter = piece.split('+').next().is_some_and(|first| first.contains('=') && !first.contains(':'));
-        match names.last_mut().filter(|_| is_parameter) {
-            Some(last) => *last += &format!(",{piece}"),
-            None if piece.is_empty() => return Err("a name is empty; separate names by single commas".into()),
-            None => names.push(piece.into()),
-        }
-    }
-    Ok(Names(names))
-}
-
 pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     args.compute.refuse_cuda()?;
     let command = command_line()?;
@@ -326,22 +308,4 @@ fn parsed<'t, T: Deserialize<'t>>(option: &str, texts: &'t [String]) -> Result<V
         T::deserialize(text).map_err(|error| Failure::usage(format!("{option}: {error}")))
     };
     texts.iter().map(one).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn commas_separate_names_and_parameters() {
-        for (text, expected) in [
-            ("snapkv", vec!["snapkv"]),
-            ("snapkv:window=64,kernel=5,h2o", vec!["snapkv:window=64,kernel=5", "h2o"]),
-            ("snapkv+ada:floor=0.2,h2o+every:steps=2", vec!["snapkv+ada:floor=0.2", "h2o+every:steps=2"]),
-            ("a:x=1,y=2+b:z=3,c", vec!["a:x=1,y=2+b:z=3", "c"]),
-        ] {
-            assert_eq!(named(text).unwrap().0, expected);
-        }
-        assert!(named("a,,b").is_err() && named("").is_err());
-    }
 }

@@ -23,6 +23,7 @@ mod list;
 mod logits;
 mod memory;
 mod model;
+mod names;
 mod output;
 mod plan;
 mod policy;
@@ -122,7 +123,7 @@ impl Command {
             Command::Eval(args) => eval::run(&args, registry),
             Command::Capture(args) => capture::run(&args),
             Command::Calibrate(args) => calibrate::run(&args),
-            Command::Inspect(args) => inspect::run(&args),
+            Command::Inspect(args) => inspect::run(&args, registry),
             Command::Train(args) => train::run(&args),
             Command::Quantize(args) => quantize::run(&args),
             Command::Memory(args) => memory::run(&args),

@@ -307,7 +307,10 @@ fn mistakes_are_one_line() {
         (&["eval", "--model", "m", "--protocol", "wikitext", "--text", "t", "--budget", "9"], "leave --budget out"),
         (&["eval", "--model", "m", "--protocol", "wikitext", "--text", "t", "--dry-run"], "leave --dry-run out"),
         (&["eval", "--model", "m", "--protocol", "wikitext", "--text", "no.txt"], "cannot read --text 'no.txt'"),
-        (&["eval", "--model", "m", "--protocol", "aware", "--text", "t"], "--protocol is aware, which is about questions"),
+        (
+            &["eval", "--model", "m", "--protocol", "aware", "--text", "t"],
+            "--protocol is aware, which is about questions",
+        ),
         (&["capture", "--model", "m", "--text", "no.txt", "--output", "o.safetensors"], "cannot read --text 'no.txt'"),
     ] {
         let output = run(folder.path(), arguments);

@@ -35,6 +35,30 @@ fn the_built_in_model_has_heads_that_copy_needles() {
     assert!(svg.contains("head 3") && svg.contains("copied needles"));
 }
 
+/// All tokens hold all of a needle, the first and the newest none; what has the model repeat its context holds most where heads copy.
+#[test]
+fn policies_are_shown_by_what_they_leave_of_needles() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("anatomy");
+    let out = out.to_str().unwrap();
+    let asked = ["--policy", "full,streaming-llm:sink=4,kvzip", "--policy", "snapkv:window=8", "--budget", "0.25"];
+    let sizes = ["--output", out, "--tokens", "512", "--needles", "3", "--json", "-"];
+    let run = inspect(&[&sizes[..], &asked].concat()).success();
+    let report: serde_json::Value = serde_json::from_slice(&run.get_output().stdout).unwrap();
+    let kept = |at: usize, of: &str| report["needles_retained"][at][of].as_f64().unwrap();
+    assert_eq!([kept(0, "of_all_heads"), kept(0, "of_copying_heads")], [1.0, 1.0]);
+    assert!(kept(1, "of_all_heads") < 0.1 && kept(2, "of_copying_heads") > 0.5, "{report}");
+    let mut table = csv::Reader::from_path(format!("{out}/anatomy.csv")).unwrap();
+    let lines: Vec<HashMap<String, f64>> = table.deserialize().map(Result::unwrap).collect();
+    for (at, name) in
+        ["full", "streaming-llm:sink=4@0.25", "kvzip@0.25", "snapkv:window=8@0.25"].into_iter().enumerate()
+    {
+        assert_eq!(report["needles_retained"][at]["policy"], name);
+        let of_heads: Vec<f64> = lines.iter().map(|line| line[&format!("needles_retained {name}")]).collect();
+        assert!((of_heads.iter().sum::<f64>() / 16.0 - kept(at, "of_all_heads")).abs() < 1e-4, "{name}: {of_heads:?}");
+    }
+}
+
 #[test]
 fn mistakes_are_one_line_and_status_2() {
     let folder = tempfile::tempdir().unwrap();
@@ -48,6 +72,9 @@ fn mistakes_are_one_line_and_status_2() {
         (vec!["--text", "/dev/null"], "cannot read --text '/dev/null': it is empty"),
         (vec!["--model", "no/such"], "no/such"),
         (vec!["--text", "no-such.txt"], "cannot read --text 'no-such.txt'"),
+        (vec!["--policy", "snapkv"], "policy 'snapkv' has no budget; give --budget"),
+        (vec!["--policy", "snapkv", "--budget", "0"], "'0' is not a budget"),
+        (vec!["--policy", "nosuch", "--budget", "0.5"], "unknown policy 'nosuch'"),
         (vec!["--tokens", "100k"], "--tokens is 102400; the model was made for at most 4096"),
     ] {
         let run = inspect(&[&["--output", out][..], &more].concat()).code(2).stderr(contains(expected));

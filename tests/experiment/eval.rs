@@ -97,7 +97,9 @@ fn a_full_cache_is_itself_and_evictions_are_seen() {
 fn as_many_samples_run_alone_as_are_asked_for() {
     let folder = tempfile::tempdir().unwrap();
     let run = |count: &str| {
-        let grid = format!("context_tokens = 300\ntask = \"passkey\"\nsamples = 3\npolicy = \"snapkv:window=8\"\nbudget = 0.25\n{count}");
+        let grid = format!(
+            "context_tokens = 300\ntask = \"passkey\"\nsamples = 3\npolicy = \"snapkv:window=8\"\nbudget = 0.25\n{count}"
+        );
         let experiment = experiment(folder.path(), &grid).unwrap();
         go(&experiment, &folder.path().join(count), false).unwrap().records
     };

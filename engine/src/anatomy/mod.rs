@@ -3,12 +3,14 @@
 //! Eviction works where attention is concentrated, and each policy bets on a kind of head: StreamingLLM on heads that rest
 //! on the first tokens and the latest, SnapKV on heads whose late queries agree, key-based scores on keys of unlike
 //! direction. [`anatomy`] measures these kinds on a text; a needle copied out of a context finds the heads that fetch
-//! ([`retrieval`]), which are those an eviction must not harm.
+//! ([`retrieval`]), which are those an eviction must not harm; what a policy leaves them of needles is [`needles_retained`].
 
 mod heads;
+mod retained;
 mod retrieval;
 
 pub use heads::{FIRST, Head, KvHead, LAST, MASS, QUERIES};
+pub use retained::needles_retained;
 pub use retrieval::{Retrieval, RetrievalError, retrieval};
 
 use crate::device::Cpu;

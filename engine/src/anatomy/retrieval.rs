@@ -63,7 +63,7 @@ pub fn retrieval(
     let mut hits = vec![vec![0usize; model.config.q_heads]; layers];
     let mut steps = 0;
     for sample in 0..samples {
-        let Sequence { tokens, copies } = sequence(text, context_tokens, sample)?;
+        let Sequence { tokens, copies, .. } = sequence(text, context_tokens, sample)?;
         let [q, k] = &activations(model, &tokens, [Activation::Q, Activation::K], cpu, arena)?;
         let (q, k) = (q.view(), k.view());
         let of_layer = |(layer, hits): (usize, &mut Vec<usize>)| {
@@ -84,13 +84,15 @@ pub fn retrieval(
 }
 
 /// A context with its question and its answer.
-struct Sequence {
-    tokens: Vec<u32>,
+pub(super) struct Sequence {
+    pub tokens: Vec<u32>,
+    /// Tokens of the context.
+    pub context: usize,
     /// Of each token of the value: the place of the query that comes before it, and that of the same token in the needle.
-    copies: Vec<[usize; 2]>,
+    pub copies: Vec<[usize; 2]>,
 }
 
-fn sequence(text: &Text, context_tokens: usize, sample: usize) -> Result<Sequence, RetrievalError> {
+pub(super) fn sequence(text: &Text, context_tokens: usize, sample: usize) -> Result<Sequence, RetrievalError> {
     let beginning = text.beginning()?;
     let needles = task(TASK).expect("the task is built in");
     let target = context_tokens.saturating_sub(beginning.len());
@@ -110,7 +112,7 @@ fn sequence(text: &Text, context_tokens: usize, sample: usize) -> Result<Sequenc
     let places = copied(&context, &answer);
     let before = context.len() + prompt.len() - 1;
     let copies = places.into_iter().enumerate().map(|(step, source)| [before + step, source]).collect();
-    Ok(Sequence { tokens: [context, prompt, answer].concat(), copies })
+    Ok(Sequence { context: context.len(), tokens: [context, prompt, answer].concat(), copies })
 }
 
 /// Where the longest beginning of `answer` stands in `context`; what comes behind it, a full stop perhaps, is written in

@@ -128,7 +128,7 @@ impl Plans {
                 Some(BackwardSolution { gradients, samples_ns })
             }
         };
-        Ok(Solution { outputs, samples_ns, warmups, backward, rel_l2, checked_rows })
+        Ok(Solution { outputs, samples_ns, warmups: 1, backward, rel_l2, checked_rows })
     }
 }
 
@@ -139,7 +139,7 @@ fn unwritten(runtime: &Runtime, arena: &Arena, bytes: usize) -> Result<DeviceBuf
     Ok(buffer)
 }
 
-/// The GPU's times of `repeat` passes after another, which finds kernels and libraries cold, in nanoseconds.
+/// The GPU's times of `repeat` passes behind one that finds kernels and libraries cold, in nanoseconds.
 fn timed(
     repeat: u32,
     scratch: &mut Scratch,

@@ -67,10 +67,6 @@ pub fn retain(
     let accumulates = policy.looks_at(Statistic::AccumulatedAttention);
     let (columns, page_tokens) = (policy.columns(), PAGE_TOKENS);
     let held = CacheShape { batch, kv_heads, head_dim, format: dtype.into(), max_tokens: kv_len, page_tokens, columns };
-    // Before any time is taken.
-    for program in policy.programs(dtype.into(), head_dim) {
-        runtime.module(&program)?;
-    }
     let mut cache = DeviceCache::new(runtime.device(), arena, held, dtype)?;
     if policy.rerotates {
         cache.set_rope(rope.ok_or::<PolicyError>(NO_ROPE)?)?;

@@ -60,9 +60,7 @@ impl<'a> DeviceEvictor<'a> {
         };
         // Not when the first token is waited for.
         let of_window = window.is_some().then(|| device_cache::program(DType::F32.into(), 1));
-        for program in policy.programs(cache.rows(), config.head_dim).into_iter().chain(of_window) {
-            runtime.module(&program)?;
-        }
+        runtime.load(policy.programs(cache.rows(), config.head_dim).into_iter().chain(of_window))?;
         let received = Growing::new(runtime.device(), arena, Label::Policy)?;
         let gates = DeviceGates::new(policy, config, rows, runtime.device(), arena)?;
         let session = Session::new(Plan { policy, budget_tokens, seed });

@@ -1,7 +1,7 @@
 //! Delayed eviction on a GPU: in each list, the token that has just left the recent ones goes unless it beats all that
 //! the list lost after prefill. What [`crate::policy::select_leaving`] does on the CPU.
 
-use super::{DeviceContext, DevicePolicyError, DeviceScored, DeviceSelection, launch};
+use super::{DeviceContext, DevicePolicyError, DeviceScored, DeviceSelection, launch, program};
 use crate::cache::cuda::DeviceCache;
 use crate::device::cuda::{ChoiceOperands, CudaError, DeviceBuffer};
 use crate::memory::Label;
@@ -22,6 +22,7 @@ pub fn let_leave(
     scored.found.write(bytemuck::cast_slice(best_lost))?;
     let DeviceScored { values, found, protect, .. } = scored;
     let chosen = (&counts_there, &mut slots);
+    context.runtime.load([program()])?;
     let time_ns = device.timed(|| begin_leaving(context, cache, [values, found], chosen, protect.window))?;
     let mut words = vec![0u32; 4 * lists];
     found.read(bytemuck::cast_slice_mut(&mut words))?;

@@ -202,6 +202,7 @@ impl DeviceContext<'_> {
         reduction: Reduction,
         columns: &mut DeviceBuffer,
     ) -> Result<u64, DevicePolicyError> {
+        self.runtime.load([export::program(cache.rows(), cache.shape().head_dim, reduction.queries)])?;
         self.runtime.device().timed(|| self.begin_columns(cache, queries, reduction, columns))
     }
 
@@ -243,6 +244,7 @@ pub fn score(
     let mut found = take(Label::Policy, 16 * lists as u64)?;
     let time_ns = {
         let head_dim = cache.shape().head_dim;
+        context.runtime.load(policy.programs(cache.rows(), head_dim))?;
         let bytes = scorer.scoring_plan().map_or(0, |plan| scratch_bytes(&plan, lists, width, head_dim));
         let mut scratch = take(Label::Workspace, bytes)?;
         device.timed(|| begin_score(policy, context, cache, [&mut values, &mut scratch, &mut found]))?
@@ -313,6 +315,7 @@ pub fn select(
     let mut slots = device.alloc(context.arena, Label::Policy, 4 * (lists * width) as u64)?;
     let DeviceScored { values, found, .. } = scored;
     let chosen = (&counts_there, &mut slots);
+    context.runtime.load([program()])?;
     let time_ns = device.timed(|| begin_select(context, cache, [values, &mut *found], chosen))?;
     let mut best_lost = vec![0f32; lists];
     found.read(bytemuck::cast_slice_mut(&mut best_lost))?;

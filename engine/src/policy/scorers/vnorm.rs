@@ -1,5 +1,5 @@
 //! Scores times the L2 norm of the value: attention to a small value adds little to the output. The paper (VATP) takes the
-//! L1 norm and keeps the first tokens whatever they score; `+sink` does that here. For scores that are
+//! L1 norm and keeps the first tokens whatever they score; `+protect:sink=N` does that here. For scores that are
 //! not negative, such as attention; a negative score times a large norm would only be more negative.
 
 use super::super::linear::dot;

@@ -181,6 +181,7 @@ impl DeviceCache {
         counts_there: &DeviceBuffer,
     ) -> Result<u64, CudaError> {
         let keeping = self.keeping(slots, width, counts, counts_there)?;
+        runtime.load([self.program()])?;
         // Not the host's work on lists and pages, which the GPU would be timed waiting for.
         let ns = runtime.device().timed(|| self.launch_keep(runtime, &keeping))?;
         self.shorten(runtime, counts)?;

@@ -1,7 +1,7 @@
 //! The latest tokens' rows of every head, held in a GPU's memory until somebody looks: a ring that moves on with the
 //! tokens.
 
-use super::begin_copy;
+use super::{begin_copy, program};
 use crate::device::cuda::{Corner, CudaError, Device, DeviceBuffer, Runtime};
 use crate::memory::{Arena, Label};
 use crate::tensor::DType;
@@ -57,6 +57,7 @@ impl ObservedRows {
         end: usize,
         new: usize,
     ) -> Result<(), CudaError> {
+        runtime.load([program(self.kind.0.into(), self.kind.1)])?;
         runtime.device().timed(|| self.begin_push(runtime, layer, from, end, new)).map(|_| ())
     }
 
@@ -103,6 +104,7 @@ impl ObservedRows {
     /// When there is no room, and as [`super::take_tokens`].
     pub fn dense(&self, runtime: &Runtime, arena: &Arena) -> Result<DeviceBuffer, CudaError> {
         let mut to = runtime.device().alloc(arena, Label::Policy, self.dense_bytes())?;
+        runtime.load([program(self.kind.0.into(), self.kind.1)])?;
         runtime.device().timed(|| self.begin_dense(runtime, &mut to))?;
         Ok(to)
     }

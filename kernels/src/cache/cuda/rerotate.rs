@@ -38,6 +38,7 @@ impl DeviceCache {
     /// [`CudaError::Operand`] when the cache does not keep [`Column::Origin`], and as [`Runtime::module`].
     pub fn rerotate(&mut self, runtime: &Runtime) -> Result<u64, CudaError> {
         let newest = self.max_len();
+        runtime.load([self.program()])?;
         runtime.device().timed(|| self.turn_newest(runtime, 0..self.shape.lists(), newest))
     }
 

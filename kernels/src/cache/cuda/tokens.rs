@@ -21,6 +21,7 @@ pub fn take_tokens(
 ) -> Result<u64, CudaError> {
     let at = Corner { head: heads.start, length, first: range.start };
     let there = Corner { head: 0, length: range.len(), first: 0 };
+    runtime.load([program(kind.0.into(), kind.1)])?;
     runtime.device().timed(|| begin_copy(runtime, kind, (from, at), (to, there), [heads.len(), range.len()]))
 }
 

@@ -102,4 +102,12 @@ impl Runtime {
         modules.insert(program.clone(), module.clone());
         Ok(module)
     }
+
+    /// Compiles and loads what is about to run, before any time is taken.
+    ///
+    /// # Errors
+    /// As [`Runtime::module`].
+    pub fn load(&self, programs: impl IntoIterator<Item = Program>) -> Result<(), CudaError> {
+        programs.into_iter().try_for_each(|program| self.module(&program).map(|_| ()))
+    }
 }

@@ -112,6 +112,7 @@ impl Running<'_> {
         self.cache.append(runtime, [&inputs.k, &inputs.v], length, tokens)?;
         if self.evict.rotates() {
             let lists = 0..self.cache.shape().lists();
+            runtime.load([self.cache.program()])?;
             runtime.device().timed(|| self.cache.turn_newest(runtime, lists, count))?;
         }
         Ok(())
@@ -132,6 +133,7 @@ impl Running<'_> {
         if self.is_rotated(end) {
             let (runtime, lists) = (self.bench.runtime, 0..self.cache.shape().lists());
             let extents = [self.evict.cell.q_heads, count];
+            runtime.load([self.cache.program()])?;
             runtime.device().timed(|| self.cache.rotate_queries(runtime, lists, q, extents, end))?;
         }
         Ok(())
@@ -203,6 +205,7 @@ impl Running<'_> {
                 }
                 false => {
                     let to = [&mut k, &mut v];
+                    bench.runtime.load([self.cache.program()])?;
                     device.timed(|| self.cache.gather(bench.runtime, lists, to, layer.kv_len))?;
                     plan.forward(bench.runtime, Inputs { q: &asked, k: &k, v: &v }, results, &mut scratch)?
                 }
