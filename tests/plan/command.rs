@@ -155,6 +155,19 @@ fn a_policy_and_sequences_that_are_held_go_together() {
     assert_eq!((&long["peak_phase"], kv(&long, "growth")), (&Value::from("decode"), Value::from("constant")));
 }
 
+/// A preset is planned as its makers published it, and in 16 bits where these are asked for.
+#[test]
+fn weights_are_as_they_are_published_where_nothing_is_asked_for() {
+    let plan = |asked: &str| json(&format!("--model gpt-oss-20b --gpu rtx-4090 {asked}"));
+    let (published, plain) = (plan(""), plan("--weights bf16"));
+    let held = |plan: &Value| plan["terms"][0]["load_bytes"].clone();
+    assert_eq!([held(&published), held(&plain)], [13_761_264_768u64, 41_829_514_368].map(Value::from));
+    assert_eq!([&published["fits"], &plain["fits"]], [&Value::from(true), &Value::from(false)]);
+    let verdict = |plan: &Value| plan["verdict"].as_str().unwrap().to_string();
+    assert!(verdict(&published).ends_with("Weights are in mxfp4, as published; in bf16 they take 38.96 GiB."));
+    assert!(!verdict(&plain).contains("as published"));
+}
+
 /// Bytes that are given count as given, though they are those of the default.
 #[test]
 fn overhead_that_is_given_is_not_the_default() {
@@ -263,6 +276,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("--model llama-3-8b --gpu h100 --tensor-parallel 33", "--tensor-parallel is 33; the model has 32 query heads"),
         ("--model llama-3-8b --gpu h100 --offload-layers 33", "--offload-layers is 33; the model has 32 layers"),
         ("--model llama-3-8b --gpu h100 --weights q4_k", "unknown weight format 'q4_k'; near it are q4_k_m"),
+        ("--model llama-3-8b --gpu h100 --weights mxfp4", "--weights is mxfp4; it is for matrices of experts"),
         ("--model llama-3-8b --gpu h100 --kv-format int9", "format of keys and values is 'int9'"),
         ("--model llama-3-8b --gpu h100 --attention flash", "it is naive, minimal or tiled"),
         ("--model llama-3-8b --gpu h100 --policy snapkv --budget 0", "'0' is not a budget"),
