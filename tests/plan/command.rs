@@ -37,6 +37,7 @@ fn answers_are_as_reviewed() {
         ),
         ("max_context", "max-context --model qwen3-8b --gpu rtx-4090 --prefill-chunk 2k --kv-format int8"),
         ("max_batch", "max-batch --model llama-3-8b --gpu h100 --context 8k"),
+        ("fewer", "--model llama-3.1-8b --gpu a100-80gb --batch 16 --context 128k --target-context 128k"),
         ("llama_cpp", "--model llama-3-8b --gpu rtx-4090 --profile llama.cpp --concurrency 4 --context 16k"),
         ("compare", "compare llama-2-7b mistral-7b-v0.3 --gpu l4 --context 16k"),
         ("explain", "explain kv --model gemma-3-4b --context 128k"),
@@ -166,6 +167,41 @@ fn weights_are_as_they_are_published_where_nothing_is_asked_for() {
     let verdict = |plan: &Value| plan["verdict"].as_str().unwrap().to_string();
     assert!(verdict(&published).ends_with("Weights are in mxfp4, as published; in bf16 they take 38.96 GiB."));
     assert!(!verdict(&plain).contains("as published"));
+}
+
+/// The table has the best lever of each kind and says what it leaves out, which JSON has, and a figure's numbers too.
+#[test]
+fn levers_that_are_left_out_are_counted() {
+    let folder = TempDir::new().unwrap();
+    let asked = "--model llama-3.1-8b --gpu a100-80gb --context 128k --batch 16";
+    let said = stdout(&format!("{asked} --output {}", folder.path().display()));
+    let plan = json(asked);
+    let levers = plan["levers"].as_array().unwrap();
+    let rows: Vec<&str> = said.lines().skip_while(|line| !line.starts_with("change first")).skip(1).collect();
+    let is_shown =
+        |lever: &Value| rows.iter().any(|row| row.starts_with(&format!("{}  ", lever["lever"].as_str().unwrap())));
+    let shown: Vec<&Value> = levers.iter().filter(|lever| is_shown(lever)).collect();
+    assert!(rows.contains(&format!("{} more: --json -", levers.len() - shown.len()).as_str()), "{said}");
+    let there = plan["available_bytes"].as_u64().unwrap();
+    for (at, lever) in levers.iter().enumerate() {
+        let before = || levers[..at].iter().filter(|before| before["kind"] == lever["kind"]);
+        let fits = |lever: &Value| lever["peak_bytes"].as_u64().unwrap() <= there;
+        assert!(is_shown(lever) || before().next().is_some(), "the best of its kind: {lever}");
+        assert!(is_shown(lever) || !fits(lever) || before().any(fits), "the best of its kind that is enough: {lever}");
+        let alike = || levers.iter().filter(|other| other["kind"] == lever["kind"]);
+        let is_least = alike().all(|other| other["peak_bytes"].as_u64() >= lever["peak_bytes"].as_u64());
+        assert!(is_shown(lever) || !is_least || alike().any(fits), "the nearest to being enough: {lever}");
+    }
+    for cards in [2, 4, 8] {
+        assert!(
+            levers.iter().any(|lever| lever["lever"] == format!("{cards} cards that share each layer")),
+            "{levers:?}"
+        );
+    }
+    let numbers = fs::read_to_string(folder.path().join("levers.csv")).unwrap();
+    let gaining = levers.iter().filter(|lever| !lever["max_context_tokens"].is_null()).count();
+    // A heading, and the context as it is.
+    assert_eq!(numbers.lines().count(), gaining + 2, "{numbers}");
 }
 
 /// Bytes that are given count as given, though they are those of the default.
