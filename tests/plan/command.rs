@@ -167,6 +167,8 @@ fn weights_are_as_they_are_published_where_nothing_is_asked_for() {
     let verdict = |plan: &Value| plan["verdict"].as_str().unwrap().to_string();
     assert!(verdict(&published).ends_with("Weights are in mxfp4, as published; in bf16 they take 38.96 GiB."));
     assert!(!verdict(&plain).contains("as published"));
+    let columns = |model: &str| stdout(&format!("gpus --model {model}")).lines().nth(2).unwrap().to_string();
+    assert_eq!([columns("gpt-oss-20b").contains("mxfp4"), columns("llama-3-8b").contains("fp8")], [true; 2]);
 }
 
 /// The table has the best lever of each kind and says what it leaves out, which JSON has, and a figure's numbers too.
