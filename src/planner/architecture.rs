@@ -63,6 +63,8 @@ pub struct Architecture {
     pub mla: Option<Mla>,
     /// Layers of linear attention.
     pub linear: Option<Linear>,
+    /// Weight format of the files that its makers published, where that is not of 16 bits.
+    pub published: Option<String>,
 }
 
 /// Up to here f64 counts whole numbers, and nothing overflows.
@@ -322,6 +324,12 @@ impl Architecture {
             vectors: biases + router,
             ..Counts::default()
         }
+    }
+
+    /// Parameters of one of the three matrices of all experts of a layer that tokens are routed to.
+    pub fn routed(&self, layer: usize) -> u64 {
+        let experts = self.experts.filter(|experts| layer >= experts.dense_layers);
+        experts.map_or(0, |experts| (experts.count * experts.ffn * self.hidden) as u64)
     }
 
     /// All parameters.

@@ -34,7 +34,7 @@ pub struct Card {
     pub gpu: &'static str,
     /// What its driver reports.
     pub available_bytes: u64,
-    /// In each of [`WEIGHT_FORMATS`].
+    /// In each of [`WEIGHT_FORMATS`] that is for the model.
     pub formats: Vec<Fit>,
     /// Adapters over bf16 weights, a sequence of the context, everything recomputed.
     pub lora_fits: bool,
@@ -87,6 +87,7 @@ pub fn fine_tuning(scenario: &Scenario<'_>) -> Result<[u64; 3], PlanError> {
 /// When the budget leaves no token.
 pub fn cards(scenario: &Scenario<'_>) -> Result<Vec<Card>, PlanError> {
     let tuned = fine_tuning(scenario)?;
+    let formats = WEIGHT_FORMATS.iter().filter(|format| format.is_for(&scenario.subject.architecture));
     let mut gpus: Vec<_> = GPUS.iter().collect();
     gpus.sort_by_key(|gpu| gpu.mib);
     gpus.into_iter()
@@ -112,7 +113,7 @@ pub fn cards(scenario: &Scenario<'_>) -> Result<Vec<Card>, PlanError> {
             Ok(Card {
                 gpu: &gpu.name,
                 available_bytes: gpu.bytes(),
-                formats: WEIGHT_FORMATS.iter().map(fit).collect::<Result<_, PlanError>>()?,
+                formats: formats.clone().map(fit).collect::<Result<_, PlanError>>()?,
                 lora_fits: tuned[0] <= gpu.bytes(),
                 qlora_fits: tuned[1] <= gpu.bytes(),
                 full_fits: tuned[2] <= gpu.bytes(),

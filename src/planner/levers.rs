@@ -2,17 +2,17 @@
 //!
 //! A lever's price adds up what it spends: the logarithm of how much longer a sequence takes (its share of prompt and 256 more
 //! tokens, by the roofline; 1 for layers on the host of a card whose speed is not known), ten times its KL divergence, 1 where
-//! that was never measured, 2 for each doubling of cards, and 0.01 for being a change at all. Levers are ranked by gained
-//! context (log2 of the factor) per price. A search over one lever of each kind finds the set of least price that fits a
-//! context.
+//! that was never measured, 2 for each doubling of cards, 0.1 for each halving of the sequences that are held at once (the others
+//! wait; the time that all take is in the first term), and 0.01 for being a change at all. Levers are ranked by gained context
+//! (log2 of the factor) per price.
 
 use super::PlanError;
 use super::eviction::Eviction;
 use super::presets::{LOSSES, MODELS, Measured, WEIGHT_FORMATS};
 use super::roofline::REACHED;
 use super::scenario::{Allocation, Attention, Logits, Memory, Scenario};
-use super::search::MOST;
 use super::source::{Source, Subject};
+use crate::units::{counted, grouped};
 use serde::Serialize;
 
 /// What a lever does to results.
@@ -37,11 +37,11 @@ pub struct Lever<'a> {
     /// In words.
     pub name: String,
     /// At most one of a kind is used.
-    kind: &'static str,
+    pub(super) kind: &'static str,
     /// What it does to results.
     pub loss: Loss,
-    /// Doublings of cards.
-    doublings: u32,
+    /// What is spent besides time and accuracy: cards, and sequences that wait.
+    spent: f64,
     /// The changed scenario, of this scenario.
     change: Box<dyn Fn(&mut Scenario<'a>) + 'a>,
 }
@@ -51,6 +51,8 @@ pub struct Lever<'a> {
 pub struct Ranked {
     /// In words.
     pub lever: String,
+    /// What it changes; of a kind one is used.
+    pub kind: &'static str,
     /// The largest context that then fits.
     pub max_context_tokens: Option<u64>,
     /// Peak at the context that was asked for.
@@ -69,6 +71,24 @@ pub struct Ranked {
 
 /// Tokens that a request is given when its time is compared.
 const REQUEST_TOKENS: u64 = 256;
+
+/// The kind of levers that hold fewer sequences than were asked for.
+pub(super) const HELD: &str = "held";
+
+/// Kinds of which the last lever takes least, whatever else is changed; that of fewer sequences is the last of them.
+pub(super) const GRADED: [&str; 6] = ["attention", "chunk", "logits", "kv", "offload", HELD];
+
+/// The kind of levers that take more cards.
+const CARDS: &str = "cards";
+
+/// Price of a halving of the sequences that are held at once.
+const HALVING: f64 = 0.1;
+
+/// Price of twice the cards.
+const DOUBLING: f64 = 2.0;
+
+/// Twice as many cards, and so on: a node has 8.
+const DOUBLINGS: u32 = 3;
 
 /// Policies that are offered, with their budgets: the records' best that evict while the prompt is read, and after it.
 const POLICIES: [(&str, &str); 6] = [
@@ -125,7 +145,7 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
     let mut levers: Vec<Lever<'a>> = Vec::new();
     let is_host = matches!(scenario.memory, Memory::Host(_));
     let mut add = |kind, name: String, loss, change: Box<dyn Fn(&mut Scenario<'a>) + 'a>| {
-        levers.push(Lever { name, kind, loss, doublings: 0, change });
+        levers.push(Lever { name, kind, loss, spent: 0.0, change });
     };
     if scenario.attention != Attention::Tiled {
         let change = |scenario: &mut Scenario<'a>| scenario.attention = Attention::Tiled;
@@ -167,15 +187,13 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
             add("weights", format!("weights in {}", format.name), of_weights(&format.name), Box::new(change));
         }
     }
-    if scenario.batch > 1 {
-        let half = scenario.batch / 2;
-        let change = move |scenario: &mut Scenario<'a>| scenario.batch = half;
-        add("batch", format!("batch of {half}"), Loss::None, Box::new(change));
-    }
-    if scenario.concurrency > scenario.batch {
-        let half = (scenario.concurrency / 2).max(scenario.batch);
-        let change = move |scenario: &mut Scenario<'a>| scenario.concurrency = half;
-        add("concurrency", format!("{half} sequences held at once"), Loss::None, Box::new(change));
+    for count in halvings(scenario.batch) {
+        // As many are held as before.
+        let change = move |scenario: &mut Scenario<'a>| {
+            scenario.concurrency = scenario.held();
+            scenario.batch = scenario.batch.min(count);
+        };
+        add("batch", format!("prompts read {} at a time", grouped(u128::from(count))), Loss::None, Box::new(change));
     }
     let layers = scenario.subject.layers as u64;
     for part in [layers / 4, layers / 2, layers].into_iter().filter(|&part| part > scenario.offload && !is_host) {
@@ -186,9 +204,19 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
         let change = move |scenario: &mut Scenario<'a>| scenario.subject = sibling;
         add("sibling", format!("{} in its place (GQA)", sibling.name), Loss::NotMeasured, Box::new(change));
     }
-    for doublings in (1..=3u32).filter(|_| !is_host) {
+    for (count, halved) in halvings(scenario.held()).zip(1..) {
+        let change = move |scenario: &mut Scenario<'a>| {
+            scenario.concurrency = count;
+            scenario.batch = scenario.batch.min(count);
+        };
+        let name = format!("{} held at once", counted(count, "sequence"));
+        let spent = HALVING * f64::from(halved);
+        levers.push(Lever { name, kind: HELD, loss: Loss::None, spent, change: Box::new(change) });
+    }
+    for doublings in (1..=DOUBLINGS).filter(|_| !is_host) {
         let mut add = |name: String, change: Box<dyn Fn(&mut Scenario<'a>) + 'a>| {
-            levers.push(Lever { name, kind: "cards", loss: Loss::None, doublings, change });
+            let spent = DOUBLING * f64::from(doublings);
+            levers.push(Lever { name, kind: CARDS, loss: Loss::None, spent, change });
         };
         let (tensor, stages) = (scenario.tensor_parallel << doublings, scenario.pipeline << doublings);
         let cards = (scenario.tensor_parallel * scenario.pipeline) << doublings;
@@ -197,7 +225,7 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
             let change = move |scenario: &mut Scenario<'a>| scenario.tensor_parallel = tensor;
             add(format!("{cards} cards{part} each layer"), Box::new(change));
         }
-        if stages <= layers && doublings == 1 {
+        if stages <= layers {
             let part =
                 if scenario.tensor_parallel > 1 { format!(" in {stages} parts of") } else { " that share".into() };
             let change = move |scenario: &mut Scenario<'a>| scenario.pipeline = stages;
@@ -209,32 +237,37 @@ pub fn levers<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Ve
 
 impl<'a> Lever<'a> {
     /// The scenario with the lever pulled.
-    fn pulled(&self, scenario: &Scenario<'a>) -> Scenario<'a> {
+    pub(super) fn pulled(&self, scenario: &Scenario<'a>) -> Scenario<'a> {
         let mut changed = scenario.clone();
         (self.change)(&mut changed);
         changed
     }
 
-    /// How much longer a sequence takes, where that is known.
-    fn time_factor(&self, scenario: &Scenario<'a>) -> Result<Option<f64>, PlanError> {
-        time_factor(scenario, &self.pulled(scenario))
-    }
-
-    /// What it costs.
-    fn price(&self, time_factor: Option<f64>) -> f64 {
-        // Nothing else that is offered makes a sequence take so much longer.
-        let unknown = if self.kind == "offload" { 1.0 } else { 0.0 };
+    /// What it costs besides time.
+    pub(super) fn cost(&self) -> f64 {
         let loss = match self.loss {
             Loss::None => 0.0,
             Loss::Measured { kl_nats, .. } => 10.0 * kl_nats,
             Loss::NotMeasured => 1.0,
         };
-        0.01 + loss + 2.0 * f64::from(self.doublings) + time_factor.map_or(unknown, |factor| factor.ln().max(0.0))
+        0.01 + loss + self.spent
     }
 }
 
+/// What the time of levers costs.
+pub(super) fn time_price(levers: &[&Lever<'_>], time_factor: Option<f64>) -> f64 {
+    // Nothing else that is offered makes a sequence take so much longer.
+    let unknown = if levers.iter().any(|lever| lever.kind == "offload") { 1.0 } else { 0.0 };
+    time_factor.map_or(unknown, |factor| factor.ln().max(0.0))
+}
+
+/// Halves, and halves of these, down to one.
+fn halvings(count: u64) -> impl Iterator<Item = u64> {
+    std::iter::successors(Some(count / 2), |count| Some(count / 2)).take_while(|&count| count > 0)
+}
+
 /// How much longer a sequence takes after a change, where that is known.
-fn time_factor(before: &Scenario<'_>, after: &Scenario<'_>) -> Result<Option<f64>, PlanError> {
+pub(super) fn time_factor(before: &Scenario<'_>, after: &Scenario<'_>) -> Result<Option<f64>, PlanError> {
     let of = |scenario: &Scenario<'_>| {
         Ok::<_, PlanError>(scenario.times(REACHED)?.map(|times| times.sequence_s(scenario, REQUEST_TOKENS)))
     };
@@ -255,20 +288,27 @@ fn possible<T>(answer: Result<T, PlanError>) -> Result<Option<T>, PlanError> {
 /// When the budget leaves no token.
 pub fn rank<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<Vec<Ranked>, PlanError> {
     let (most, peak_before) = (scenario.max_context()?, scenario.peak(scenario.context)?.1.total());
-    let mut ranked = Vec::new();
-    // More than twice the cards gain no more for their price.
-    for lever in levers(scenario, siblings)?.into_iter().filter(|lever| lever.doublings <= 1) {
+    let (mut ranked, mut enough) = (Vec::new(), f64::INFINITY);
+    for lever in levers(scenario, siblings)? {
+        // More cards than are enough help no more.
+        if lever.kind == CARDS && lever.spent > enough {
+            continue;
+        }
         let changed = lever.pulled(scenario);
         let Some((_, peak)) = possible(changed.peak(changed.context))? else { continue };
         let (max_context_tokens, peak_bytes) = (changed.max_context()?, peak.total());
+        if lever.kind == CARDS && peak_bytes <= u128::from(changed.memory.bytes()) {
+            enough = lever.spent;
+        }
         if max_context_tokens <= most && peak_bytes >= peak_before {
             continue;
         }
-        let time_factor = lever.time_factor(scenario)?;
-        let price = lever.price(time_factor);
+        let time_factor = time_factor(scenario, &changed)?;
+        let price = lever.cost() + time_price(&[&lever], time_factor);
         let gained = max_context_tokens.unwrap_or(0).max(1) as f64 / most.unwrap_or(1) as f64;
         ranked.push(Ranked {
             lever: lever.name.clone(),
+            kind: lever.kind,
             max_context_tokens,
             peak_bytes: u64::try_from(peak_bytes).unwrap_or(u64::MAX),
             time_factor,
@@ -292,9 +332,11 @@ pub fn together<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<
         let before = scenario.max_context()?.unwrap_or(0);
         let mut best: Option<(f64, u64, Lever<'a>)> = None;
         for lever in levers(&scenario, siblings)?.into_iter().filter(|lever| !used.contains(&lever.kind)) {
-            let Some(after) = possible(lever.pulled(&scenario).max_context())? else { continue };
+            let changed = lever.pulled(&scenario);
+            let Some(after) = possible(changed.max_context())? else { continue };
             let after = after.unwrap_or(0);
-            let gain = (after as f64 / before.max(1) as f64).log2() / lever.price(lever.time_factor(&scenario)?);
+            let price = lever.cost() + time_price(&[&lever], time_factor(&scenario, &changed)?);
+            let gain = (after as f64 / before.max(1) as f64).log2() / price;
             if after > before && best.as_ref().is_none_or(|(most, ..)| gain > *most) {
                 best = Some((gain, after, lever));
             }
@@ -303,84 +345,5 @@ pub fn together<'a>(scenario: &Scenario<'a>, siblings: &'a [Subject]) -> Result<
         steps.push((lever.name.clone(), after));
         used.push(lever.kind);
         scenario = lever.pulled(&scenario);
-    }
-}
-
-/// The set of levers of least price with which a context fits.
-#[derive(Debug, Clone, Serialize)]
-pub struct Remedy {
-    /// The context.
-    pub target_context_tokens: u64,
-    /// The levers; none where it fits as it is.
-    pub levers: Vec<String>,
-    /// What they do to results.
-    pub losses: Vec<Loss>,
-    /// Their prices, added up.
-    pub price: f64,
-    /// Peak at the target.
-    pub peak_bytes: u64,
-    /// The largest context that fits with them.
-    pub max_context_tokens: Option<u64>,
-    /// How much longer a sequence takes.
-    pub time_factor: Option<f64>,
-}
-
-/// Searches one lever of each kind for the set of least price with which `target` tokens fit; `None` when no set is enough.
-///
-/// # Errors
-/// When the budget leaves no token.
-pub fn remedy<'a>(scenario: &Scenario<'a>, target: u64, siblings: &'a [Subject]) -> Result<Option<Remedy>, PlanError> {
-    let start = Scenario { context: target.min(MOST), ..scenario.clone() };
-    let mut levers = levers(&start, siblings)?;
-    levers.retain(|lever| lever.pulled(&start).peak(start.context).is_ok());
-    let priced = levers.iter().map(|lever| Ok((lever, lever.price(lever.time_factor(&start)?))));
-    let priced: Vec<(&Lever<'a>, f64)> = priced.collect::<Result<_, PlanError>>()?;
-    let mut kinds: Vec<&str> = priced.iter().map(|(lever, _)| lever.kind).collect();
-    kinds.dedup();
-    let kinds: Vec<Vec<(&Lever<'a>, f64)>> =
-        kinds.iter().map(|kind| priced.iter().filter(|(lever, _)| lever.kind == *kind).copied().collect()).collect();
-    let mut search = Search { kinds: &kinds, best: None };
-    search.go(0, &start, 0.0, &mut Vec::new())?;
-    let Some((price, used)) = search.best else { return Ok(None) };
-    let changed = used.iter().fold(start.clone(), |scenario, lever| lever.pulled(&scenario));
-    Ok(Some(Remedy {
-        target_context_tokens: start.context,
-        levers: used.iter().map(|lever| lever.name.clone()).collect(),
-        losses: used.iter().map(|lever| lever.loss.clone()).collect(),
-        price,
-        peak_bytes: u64::try_from(changed.peak(start.context)?.1.total()).unwrap_or(u64::MAX),
-        max_context_tokens: changed.max_context()?,
-        time_factor: time_factor(&start, &changed)?,
-    }))
-}
-
-/// A search in depth, cut where the price is no longer the best.
-struct Search<'s, 'a> {
-    kinds: &'s [Vec<(&'s Lever<'a>, f64)>],
-    best: Option<(f64, Vec<&'s Lever<'a>>)>,
-}
-
-impl<'s, 'a> Search<'s, 'a> {
-    fn go(
-        &mut self,
-        kind: usize,
-        scenario: &Scenario<'a>,
-        price: f64,
-        used: &mut Vec<&'s Lever<'a>>,
-    ) -> Result<(), PlanError> {
-        if self.best.as_ref().is_some_and(|(best, _)| price >= *best) {
-            return Ok(());
-        }
-        if scenario.fits(scenario.context)? {
-            self.best = Some((price, used.clone()));
-            return Ok(());
-        }
-        let Some(levers) = self.kinds.get(kind) else { return Ok(()) };
-        for &(lever, cost) in levers {
-            used.push(lever);
-            self.go(kind + 1, &lever.pulled(scenario), price + cost, used)?;
-            used.pop();
-        }
-        self.go(kind + 1, scenario, price, used)
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! A [`Scenario`] is a model, a card and a load: batch, context, attention, formats, eviction. [`Scenario::waterfall`] puts
 //! bytes to each term of each phase (load, prefill, decode), [`Scenario::max_context`] finds the context at which it dies,
-//! [`levers`] ranks what could be changed by context gained and price paid. Models and cards are tables in `presets/`.
-//! `docs/memory.md` has the formulas, and how far they are from what others measured.
+//! [`levers`] ranks what could be changed by context gained and price paid, and [`remedy`] finds the cheapest set that is enough.
+//! Models and cards are tables in `presets/`. `docs/memory.md` has the formulas, and how far they are from what others measured.
 
 pub mod allocator;
 pub mod architecture;
@@ -18,6 +18,7 @@ mod own;
 pub mod presets;
 pub mod published;
 mod read;
+pub mod remedy;
 pub mod roofline;
 pub mod scale;
 pub mod scenario;

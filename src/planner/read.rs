@@ -203,6 +203,7 @@ fn plain(name: &str, [layers, hidden, heads, kv_heads, head_dim, ffn, vocab]: [u
         experts: None,
         mla: None,
         linear: None,
+        published: None,
     }
 }
 

@@ -56,10 +56,13 @@ impl Scenario<'_> {
         let blocks = (self.subject.parameters - shape.outside().total()) as f64;
         let idle = shape.idle_parameters() as f64;
         let missed = shape.experts.map_or(0.0, |experts| 1.0 - experts.active as f64 / experts.count as f64);
+        // Experts may have bits of their own.
+        let bits = self.weights.and_then(|format| format.bits.experts);
+        let idle_bytes = bits.map_or(held.layers as f64 * idle / blocks, |bits| idle * bits / 8.0);
         // A token misses all that is idle; of several each misses another part.
-        let unread = if idle > 0.0 { idle * missed.powf(tokens as f64 - 1.0) } else { 0.0 };
+        let unread = if idle > 0.0 { idle_bytes * missed.powf(tokens as f64 - 1.0) } else { 0.0 };
         let here = 1.0 - (self.offload as f64 / self.subject.layers as f64).min(1.0);
-        held.last_end(shape.tied) as f64 + held.layers as f64 * (1.0 - unread / blocks) * here
+        held.last_end(shape.tied) as f64 + (held.layers as f64 - unread) * here
     }
 
     /// Times on the card, if one of the table was named.

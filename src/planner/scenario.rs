@@ -441,6 +441,7 @@ impl Scenario<'_> {
             let needed = self.context + self.output;
             return wrong("--allocation reserved", most, format!("context and output are {needed} tokens"));
         }
+        self.weights.map_or(Ok(()), |format| format.check(&self.subject.architecture))?;
         self.kv.check(&self.subject.groups)?;
         self.check_policy()?;
         if self.peak(self.context)?.1.total() > 1 << 60 {

@@ -4,7 +4,7 @@
 
 use super::PlanError;
 use super::architecture::{Architecture, KvGroup};
-use super::presets::{self, WEIGHT_FORMATS};
+use super::presets::{self, WEIGHT_FORMATS, weight_format};
 use super::read;
 use super::weights::WeightFormat;
 use crate::model::{gguf_tensors, tensor_files};
@@ -167,6 +167,12 @@ impl Subject {
             formats: WEIGHT_FORMATS.iter().map(parts).collect(),
             architecture,
         })
+    }
+
+    /// The format of the files that its makers published, where that is not of 16 bits.
+    pub fn published(&self) -> Option<&'static WeightFormat> {
+        let name = self.architecture.published.as_deref();
+        name.map(|name| weight_format(name).expect("the tables are tested"))
     }
 
     /// Bytes of weights in a format; in that of the files, or bf16 without files, where none is asked for.

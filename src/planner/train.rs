@@ -364,7 +364,8 @@ impl Training<'_> {
         if let Some((what, value)) = counts.into_iter().find(|(_, value)| !(1..=1 << 28).contains(value)) {
             return wrong(what, value, "it must be 1 to 2^28");
         }
-        if let Some(Adapters { rank, .. }) = self.adapters {
+        if let Some(Adapters { rank, base }) = self.adapters {
+            base.check(&self.subject.architecture)?;
             if !(1..=self.subject.architecture.hidden as u64).contains(&rank) {
                 return wrong("--adapters", rank, "a rank is 1 to the model's hidden size");
             }

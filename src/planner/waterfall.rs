@@ -161,10 +161,20 @@ impl Scenario<'_> {
         };
         format!(
             "At {tokens} tokens{batch} {} needs {need} GiB; {there} are there: it {margin}. {name} take {share} GiB of \
-             it and {growth}. {cliff}{}",
+             it and {growth}. {cliff}{}{}",
             phase.name(),
-            self.made_for(self.context).map_or(String::new(), |most| format!(" The model was made for {most} tokens."))
+            self.made_for(self.context).map_or(String::new(), |most| format!(" The model was made for {most} tokens.")),
+            self.as_published()
         )
+    }
+
+    /// That weights are as their makers published them, where that is not in 16 bits.
+    fn as_published(&self) -> String {
+        let Some(format) = self.weights.filter(|format| self.subject.published() == Some(*format)) else {
+            return String::new();
+        };
+        let plain = Scenario { weights: None, ..self.clone() }.weight_bytes();
+        format!(" Weights are in {}, as published; in bf16 they take {} GiB.", format.name, gib(plain))
     }
 
     /// Tokens that the model was made for, where these are more; bytes are counted all the same.

@@ -1,5 +1,6 @@
 //! Bytes of weights: parameters by part of the model, times the bits that a format gives the part.
 
+use super::PlanError;
 use super::architecture::{Architecture, Counts};
 use serde::Deserialize;
 
@@ -24,6 +25,8 @@ pub struct WeightFormat {
 pub struct Bits {
     /// Matrices of blocks.
     pub layers: f64,
+    /// Matrices of experts that tokens are routed to, where they differ; such a format is of models that have some.
+    pub experts: Option<f64>,
     /// The token table.
     pub embedding: f64,
     /// The output matrix, and a token table that is tied to it.
@@ -57,6 +60,29 @@ pub struct Early {
 }
 
 impl WeightFormat {
+    /// Refuses a model that has nothing which the format is made for.
+    ///
+    /// # Errors
+    /// When it is a format of experts, and the model has none.
+    pub fn check(&self, model: &Architecture) -> Result<(), PlanError> {
+        match self.is_for(model) {
+            true => Ok(()),
+            false => Err(PlanError::Value {
+                what: "--weights",
+                value: self.name.clone(),
+                expected: format!(
+                    "it is for matrices of experts, and {} has none; take one of `kvsieve list weights`",
+                    model.name
+                ),
+            }),
+        }
+    }
+
+    /// Whether a model has what the format is made for.
+    pub fn is_for(&self, model: &Architecture) -> bool {
+        self.bits.experts.is_none() || model.experts.is_some()
+    }
+
     /// Bytes outside of blocks.
     pub fn outside_bytes(&self, model: &Architecture) -> u64 {
         self.embedding_bytes(model) + self.last_bytes(model)
@@ -92,7 +118,8 @@ impl WeightFormat {
     /// Whether so many bits are super-blocks of 256; of 4.5 and 5.5 the format says it.
     fn is_super(&self, bits: f64) -> bool {
         match bits {
-            2.625 | 3.4375 | 4.25 | 6.5625 => true,
+            2.625 | 3.4375 | 6.5625 => true,
+            4.25 => self.name != "mxfp4",
             4.5 => !["q4_0", "iq4_nl"].contains(&self.name.as_str()),
             5.5 => self.name != "q5_0",
             _ => false,
@@ -113,12 +140,14 @@ impl WeightFormat {
         let is_large = model.layers == 80 && model.heads > model.kv_heads && self.is_super(v);
         let v = if is_large && [3.4375, 4.5].contains(&v) { 5.5 } else { v };
         let down = more.or(first(|early, all| all / early.down)).or(self.bits.down).unwrap_or(layers);
+        let (routed, routed_bits) = self.bits.experts.map_or((0, layers), |bits| (model.routed(layer), bits));
         let inner = model.experts.filter(|experts| layer >= experts.dense_layers).map_or(model.ffn, |one| one.ffn);
         bytes(&[
             (counts.v, self.in_rows(v, model.hidden)),
             (counts.o, self.in_rows(self.bits.o.unwrap_or(layers), model.heads * model.head_dims()[1])),
-            (counts.down, self.in_rows(down, inner)),
-            (counts.matrices, self.in_rows(layers, model.hidden)),
+            (counts.down - routed, self.in_rows(down, inner)),
+            (counts.matrices - 2 * routed, self.in_rows(layers, model.hidden)),
+            (3 * routed, self.in_rows(routed_bits, inner)),
             (counts.vectors, vectors),
         ])
     }

@@ -22,8 +22,6 @@ const LEAST_CONTEXT: u64 = 512;
 const LEAST_FAR: u64 = 64 << 10;
 /// Crosses behind the last context that fits.
 const CROSSES: usize = 2;
-/// Levers that are drawn.
-const LEVERS: usize = 12;
 
 /// Writes the figures of a plan, each as SVG and CSV, and `report.html` with them and what the terminal says: memory against
 /// context by kind of attention, by term as curves and as stacks, the room that tokens take, KV heads, and levers.
@@ -41,7 +39,7 @@ pub fn write(
     let mut figures = vec![curves(attention(scenario))?, curves(terms(scenario, waterfall))?, bars(stacks(scenario))?];
     figures.push(curves(room(scenario))?);
     figures.extend(kv_heads(scenario).map(bars).transpose()?);
-    let drawn: Vec<&Ranked> = levers.iter().filter(|lever| lever.max_context_tokens.is_some()).take(LEVERS).collect();
+    let drawn: Vec<&Ranked> = levers.iter().filter(|lever| lever.max_context_tokens.is_some()).collect();
     if !drawn.is_empty() {
         figures.push(bars(ranked(scenario, waterfall, &drawn))?);
     }

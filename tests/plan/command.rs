@@ -37,6 +37,7 @@ fn answers_are_as_reviewed() {
         ),
         ("max_context", "max-context --model qwen3-8b --gpu rtx-4090 --prefill-chunk 2k --kv-format int8"),
         ("max_batch", "max-batch --model llama-3-8b --gpu h100 --context 8k"),
+        ("fewer", "--model llama-3.1-8b --gpu a100-80gb --batch 16 --context 128k --target-context 128k"),
         ("llama_cpp", "--model llama-3-8b --gpu rtx-4090 --profile llama.cpp --concurrency 4 --context 16k"),
         ("compare", "compare llama-2-7b mistral-7b-v0.3 --gpu l4 --context 16k"),
         ("explain", "explain kv --model gemma-3-4b --context 128k"),
@@ -158,6 +159,56 @@ fn a_policy_and_sequences_that_are_held_go_together() {
     assert_eq!((&long["peak_phase"], kv(&long, "growth")), (&Value::from("decode"), Value::from("constant")));
 }
 
+/// A preset is planned as its makers published it, and in 16 bits where these are asked for.
+#[test]
+fn weights_are_as_they_are_published_where_nothing_is_asked_for() {
+    let plan = |asked: &str| json(&format!("--model gpt-oss-20b --gpu rtx-4090 {asked}"));
+    let (published, plain) = (plan(""), plan("--weights bf16"));
+    let held = |plan: &Value| plan["terms"][0]["load_bytes"].clone();
+    assert_eq!([held(&published), held(&plain)], [13_761_264_768u64, 41_829_514_368].map(Value::from));
+    assert_eq!([&published["fits"], &plain["fits"]], [&Value::from(true), &Value::from(false)]);
+    let verdict = |plan: &Value| plan["verdict"].as_str().unwrap().to_string();
+    assert!(verdict(&published).ends_with("Weights are in mxfp4, as published; in bf16 they take 38.96 GiB."));
+    assert!(!verdict(&plain).contains("as published"));
+    let columns = |model: &str| stdout(&format!("gpus --model {model}")).lines().nth(2).unwrap().to_string();
+    assert_eq!([columns("gpt-oss-20b").contains("mxfp4"), columns("llama-3-8b").contains("fp8")], [true; 2]);
+}
+
+/// The table has the best lever of each kind and says what it leaves out, which JSON has, and a figure's numbers too.
+#[test]
+fn levers_that_are_left_out_are_counted() {
+    let folder = TempDir::new().unwrap();
+    let asked = "--model llama-3.1-8b --gpu a100-80gb --context 128k --batch 16";
+    let said = stdout(&format!("{asked} --output {}", folder.path().display()));
+    let plan = json(asked);
+    let levers = plan["levers"].as_array().unwrap();
+    let rows: Vec<&str> = said.lines().skip_while(|line| !line.starts_with("change first")).skip(1).collect();
+    let is_shown =
+        |lever: &Value| rows.iter().any(|row| row.starts_with(&format!("{}  ", lever["lever"].as_str().unwrap())));
+    let shown: Vec<&Value> = levers.iter().filter(|lever| is_shown(lever)).collect();
+    assert!(rows.contains(&format!("{} more: --json -", levers.len() - shown.len()).as_str()), "{said}");
+    let there = plan["available_bytes"].as_u64().unwrap();
+    for (at, lever) in levers.iter().enumerate() {
+        let before = || levers[..at].iter().filter(|before| before["kind"] == lever["kind"]);
+        let fits = |lever: &Value| lever["peak_bytes"].as_u64().unwrap() <= there;
+        assert!(is_shown(lever) || before().next().is_some(), "the best of its kind: {lever}");
+        assert!(is_shown(lever) || !fits(lever) || before().any(fits), "the best of its kind that is enough: {lever}");
+        let alike = || levers.iter().filter(|other| other["kind"] == lever["kind"]);
+        let is_least = alike().all(|other| other["peak_bytes"].as_u64() >= lever["peak_bytes"].as_u64());
+        assert!(is_shown(lever) || !is_least || alike().any(fits), "the nearest to being enough: {lever}");
+    }
+    for cards in [2, 4, 8] {
+        assert!(
+            levers.iter().any(|lever| lever["lever"] == format!("{cards} cards that share each layer")),
+            "{levers:?}"
+        );
+    }
+    let numbers = fs::read_to_string(folder.path().join("levers.csv")).unwrap();
+    let gaining = levers.iter().filter(|lever| !lever["max_context_tokens"].is_null()).count();
+    // A heading, and the context as it is.
+    assert_eq!(numbers.lines().count(), gaining + 2, "{numbers}");
+}
+
 /// Bytes that are given count as given, though they are those of the default.
 #[test]
 fn overhead_that_is_given_is_not_the_default() {
@@ -266,6 +317,7 @@ fn what_is_wrong_is_told_in_one_line_with_status_2() {
         ("--model llama-3-8b --gpu h100 --tensor-parallel 33", "--tensor-parallel is 33; the model has 32 query heads"),
         ("--model llama-3-8b --gpu h100 --offload-layers 33", "--offload-layers is 33; the model has 32 layers"),
         ("--model llama-3-8b --gpu h100 --weights q4_k", "unknown weight format 'q4_k'; near it are q4_k_m"),
+        ("--model llama-3-8b --gpu h100 --weights mxfp4", "--weights is mxfp4; it is for matrices of experts"),
         ("--model llama-3-8b --gpu h100 --kv-format int9", "format of keys and values is 'int9'"),
         ("--model llama-3-8b --gpu h100 --attention flash", "it is naive, minimal or tiled"),
         ("--model llama-3-8b --gpu h100 --policy snapkv --budget 0", "'0' is not a budget"),

@@ -173,6 +173,21 @@ fn quantised_weights_have_their_scales_and_their_16_bit_tables() {
     }
 }
 
+/// Bytes of tensors as the makers' index counts them; GiB of the files as "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925,
+/// table 1, prints them.
+#[test]
+fn weights_are_those_of_the_published_files() {
+    let held = |name| subject(name).weight_bytes(subject(name).published()).total();
+    assert_eq!(held("gpt-oss-20b"), 13_761_264_768);
+    for (name, printed) in [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)] {
+        let gib = held(name) as f64 / (1u64 << 30) as f64;
+        assert!((gib - printed).abs() < 0.05, "{name}: {gib}");
+    }
+    let published = |name| subject(name).published().map(|format| format.name.clone());
+    assert_eq!(["deepseek-v3", "kimi-k2"].map(published), [Some("fp8".into()), Some("fp8".into())]);
+    assert!(MODELS.iter().all(|model| subject(&model.name).published().is_none_or(|format| format.is_for(model))));
+}
+
 /// Every mixture that `kvsieve quantize` writes takes what the table of weight formats says, to the byte.
 #[test]
 fn gguf_formats_are_the_mixtures_that_are_written() {

@@ -2,8 +2,9 @@
 
 use super::{on, subject};
 use kvsieve::planner::eviction::Eviction;
-use kvsieve::planner::levers::{Loss, rank, remedy, siblings};
+use kvsieve::planner::levers::{Loss, rank, siblings};
 use kvsieve::planner::presets::{GPUS, MODELS, WEIGHT_FORMATS};
+use kvsieve::planner::remedy::remedies;
 use kvsieve::planner::scenario::{Allocation, Attention, Logits};
 use kvsieve::planner::search::MOST;
 use kvsieve::planner::{Phase, Scenario, Subject};
@@ -205,9 +206,51 @@ fn levers_gain_something_and_a_remedy_fits() {
         assert!(ranked.windows(2).all(|pair| pair[0].gain_per_price >= pair[1].gain_per_price));
         let peak = asked.peak(8192).unwrap().1.total() as u64;
         assert!(ranked.iter().all(|lever| lever.max_context_tokens > before || lever.peak_bytes < peak));
-        let remedy = remedy(&asked, target, &siblings).unwrap().unwrap();
+        let [remedy] = &remedies(&asked, target, &siblings).unwrap()[..] else { panic!("one sequence, one answer") };
         assert!(remedy.peak_bytes <= asked.memory.bytes() && remedy.max_context_tokens >= Some(target), "{remedy:?}");
         assert!(!remedy.levers.is_empty());
+    }
+}
+
+/// No set of levers that is written down here costs less than the one that is found, whatever it halves.
+#[test]
+fn the_set_of_least_price_is_found() {
+    let subject = subject("llama-3.1-8b");
+    let plain = ["prefill in chunks of 2048", "keys and values in q8_0", "weights in q8_0"];
+    for (batch, concurrency, target, halved) in [
+        (1, 16, 1 << 20, &["1 sequence held at once"][..]),
+        (1, 32, 1 << 19, &["2 sequences held at once"]),
+        (16, 1, 1 << 20, &["prompts read 1 at a time", "1 sequence held at once"]),
+    ] {
+        let asked = Scenario { batch, concurrency, ..on(&subject, "a100-80gb", target) };
+        let ranked = rank(&asked, &[]).unwrap();
+        let price = |name: &&str| ranked.iter().find(|lever| lever.lever == **name).map(|lever| lever.price);
+        let known: Option<f64> = plain.iter().chain(halved).map(price).sum();
+        let found = remedies(&asked, target, &[]).unwrap();
+        let cheapest = found.last().unwrap();
+        assert!(cheapest.price <= known.unwrap() + 1e-9, "{cheapest:?}, {known:?}");
+        assert!(!cheapest.levers.iter().any(|lever| lever.contains("on the host")), "{cheapest:?}");
+        let lost = |loss: &Loss| if let Loss::Measured { kl_nats, .. } = loss { *kl_nats } else { 0.0 };
+        assert!(cheapest.losses.iter().map(lost).sum::<f64>() < 0.01, "{cheapest:?}");
+        assert!(cheapest.peak_bytes <= asked.memory.bytes() && cheapest.max_context_tokens >= Some(target));
+    }
+}
+
+/// What was asked for is given up only beside an answer that keeps it, or where there is none.
+#[test]
+fn all_sequences_are_kept_where_any_set_is_enough() {
+    let subject = subject("llama-3.1-8b");
+    for (card, concurrency, target, kept) in [
+        ("a100-80gb", 16, 1 << 17, &[true, false][..]),
+        ("a100-80gb", 2, 1 << 15, &[true]),
+        ("l4", 512, 1 << 20, &[false]),
+    ] {
+        let asked = Scenario { concurrency, ..on(&subject, card, 8192) };
+        let found = remedies(&asked, target, &[]).unwrap();
+        let all: Vec<bool> = found.iter().map(|remedy| remedy.sequences == concurrency).collect();
+        assert_eq!(all, kept, "{found:?}");
+        assert!(found.iter().all(|remedy| remedy.peak_bytes <= asked.memory.bytes()));
+        assert!(found.windows(2).all(|pair| pair[1].price < pair[0].price), "{found:?}");
     }
 }
 

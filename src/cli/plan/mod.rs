@@ -10,8 +10,9 @@ use super::failure::Failure;
 use super::output;
 use crate::device::Cpu;
 use crate::model::BUILTIN;
-use crate::planner::levers::{Ranked, Remedy, rank, remedy, siblings, together};
+use crate::planner::levers::{Ranked, rank, siblings, together};
 use crate::planner::own_peak_bytes;
+use crate::planner::remedy::{Remedy, remedies};
 use crate::planner::roofline::{REACHED, Times};
 use crate::planner::waterfall::Waterfall;
 use crate::report;
@@ -145,8 +146,12 @@ struct Plan<'a> {
     /// Peak of the arena when kvsieve itself runs it on this CPU; `None` where it cannot.
     own_peak_bytes: Option<u64>,
     levers: &'a [Ranked],
+    /// With all sequences that were asked for, if any set of levers is enough for them, else with fewer.
     #[serde(skip_serializing_if = "Option::is_none")]
     remedy: Option<&'a Remedy>,
+    /// With fewer, where both are enough and this is cheaper.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    remedy_of_fewer_sequences: Option<&'a Remedy>,
 }
 
 fn plan(args: &Args) -> Result<(), Failure> {
@@ -158,15 +163,13 @@ fn plan(args: &Args) -> Result<(), Failure> {
     let threads = Cpu::new(None)?.threads();
     let own = own_peak_bytes(&scenario, threads)?;
     let (waterfall, times, levers) = (scenario.waterfall()?, scenario.times(REACHED)?, rank(&scenario, &siblings)?);
-    let found = args.target_context.map(|target| Ok::<_, Failure>((target, remedy(&scenario, target, &siblings)?)));
-    let found = found.transpose()?;
-    if let Some((target, None)) = found {
+    let remedies = args.target_context.map_or(Ok(Vec::new()), |target| remedies(&scenario, target, &siblings))?;
+    if let Some(target) = args.target_context.filter(|_| remedies.is_empty()) {
         let target = units::grouped(u128::from(target));
         return Err(Failure::work(format!(
             "no set of levers makes {target} tokens fit; take a larger card or more of them"
         )));
     }
-    let remedy = found.as_ref().and_then(|(_, remedy)| remedy.as_ref());
     let plan = Plan {
         model: &subject.name,
         parameters: subject.parameters,
@@ -177,13 +180,14 @@ fn plan(args: &Args) -> Result<(), Failure> {
         times,
         own_peak_bytes: own,
         levers: &levers,
-        remedy,
+        remedy: remedies.first(),
+        remedy_of_fewer_sequences: remedies.get(1),
     };
     let mut said = text::waterfall(&scenario, &waterfall);
     said.push_str(&text::times(times));
     said.push_str(&own.map_or(String::new(), |bytes| text::own(bytes, &scenario, threads)));
     said.push_str(&text::levers(&scenario, &levers));
-    said.push_str(&remedy.map_or(String::new(), text::remedy));
+    said.push_str(&text::remedies(scenario.held(), &remedies));
     if let Some(folder) = &args.output {
         report::planner::write(folder, &scenario, &waterfall, &levers, &together(&scenario, &siblings)?, &said)?;
         said.push_str(&text::page(folder));

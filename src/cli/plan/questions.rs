@@ -226,9 +226,11 @@ pub fn gpus(args: &Gpus) -> Result<(), Failure> {
     let cards = cards(&scenario)?;
     args.report.give(&cards, || {
         let heading = |cells: &[&str]| cells.iter().map(|cell| cell.to_string()).collect::<Vec<_>>();
-        let mut rows = vec![heading(&["", "GiB", "bf16", "", "fp8", "", "q4_k_m", "", "LoRA", "QLoRA", "full"])];
+        let shown = ["bf16", subject.published().map_or("fp8", |format| &format.name), "q4_k_m"];
+        let [plain, published, four] = shown;
+        let mut rows = vec![heading(&["", "GiB", plain, "", published, "", four, "", "LoRA", "QLoRA", "full"])];
         rows.push(heading(&["", "", "context", "batch", "context", "batch", "context", "batch"]));
-        rows.extend(cards.iter().map(card));
+        rows.extend(cards.iter().map(|one| card(one, &shown)));
         let mut moved = vec![heading(&["bf16, layers on the host", "layers", "GB a step", "over PCIe", "slower", "from disk"])];
         moved.extend(cards.iter().filter_map(offloaded));
         let note = format!(
@@ -250,10 +252,8 @@ pub fn gpus(args: &Gpus) -> Result<(), Failure> {
     })
 }
 
-/// Weight formats of the table on the terminal.
-const SHOWN: [&str; 3] = ["bf16", "fp8", "q4_k_m"];
-
-fn card(card: &Card) -> Vec<String> {
+/// A line for a card, with these weight formats.
+fn card(card: &Card, formats: &[&str]) -> Vec<String> {
     let short = |tokens: Option<u64>| {
         tokens.map_or("-".into(), |tokens| match tokens {
             1_000_000.. => format!("{:.1}M", tokens as f64 / 1e6),
@@ -263,7 +263,7 @@ fn card(card: &Card) -> Vec<String> {
     };
     let yes = |fits| String::from(if fits { "yes" } else { "-" });
     let mut cells = vec![card.gpu.to_string(), format!("{:.0}", card.available_bytes as f64 / (1u64 << 30) as f64)];
-    let shown = card.formats.iter().filter(|fit| SHOWN.contains(&fit.weights));
+    let shown = card.formats.iter().filter(|fit| formats.contains(&fit.weights));
     cells.extend(shown.flat_map(|fit| [short(fit.max_context_tokens), short(fit.max_batch)]));
     cells.extend([yes(card.lora_fits), yes(card.qlora_fits), yes(card.full_fits)]);
     cells

@@ -285,7 +285,7 @@ impl ScenarioArgs {
         let (attention, kv_format, allocation, step) = self.profile.options();
         let scenario = Scenario {
             subject,
-            weights: self.weights.as_deref().map(weight_format).transpose()?,
+            weights: self.weights.as_deref().map_or(Ok(subject.published()), |name| weight_format(name).map(Some))?,
             memory,
             overhead_bytes: self.overhead.or_else(|| self.taken()),
             batch: self.batch,

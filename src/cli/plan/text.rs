@@ -1,6 +1,7 @@
 //! The planner's answers as text of at most 100 columns.
 
-use crate::planner::levers::{Loss, Ranked, Remedy};
+use crate::planner::levers::{Loss, Ranked};
+use crate::planner::remedy::Remedy;
 use crate::planner::roofline::Times;
 use crate::planner::scenario::{Attention, Bytes, Logits};
 use crate::planner::search::MOST;
@@ -108,31 +109,53 @@ pub fn own(peak: u64, scenario: &Scenario<'_>, threads: usize) -> String {
     )
 }
 
-/// Levers that are shown.
+/// Levers that are shown, but for those that [`shown`] adds.
 const SHOWN: usize = 12;
+
+/// The levers of a table: of each kind the best, and the best that is enough or else the nearest to it; and as many others as there
+/// is room for.
+fn shown(levers: &[Ranked], there: u64) -> Vec<&Ranked> {
+    let is_needed = |at: usize| {
+        let alike = || levers.iter().enumerate().filter(|(_, other)| other.kind == levers[at].kind);
+        let enough = alike().find(|(_, other)| other.peak_bytes <= there);
+        let nearest = enough.or_else(|| alike().min_by_key(|(_, other)| other.peak_bytes));
+        [alike().next(), nearest].into_iter().flatten().any(|(best, _)| best == at)
+    };
+    let mut room = SHOWN.saturating_sub((0..levers.len()).filter(|&at| is_needed(at)).count());
+    let is_shown = |&at: &usize| {
+        is_needed(at) || {
+            let fills = room > 0;
+            room -= usize::from(fills);
+            fills
+        }
+    };
+    (0..levers.len()).filter(is_shown).map(|at| &levers[at]).collect()
+}
 
 /// The levers, those that gain most for their price first.
 pub fn levers(scenario: &Scenario<'_>, levers: &[Ranked]) -> String {
     if levers.is_empty() {
         return String::new();
     }
+    let there = scenario.memory.bytes();
+    let shown = shown(levers, there);
     let mut rows = vec![["change first", "longest context", "peak here", "time", "KL"].map(String::from).to_vec()];
-    for lever in levers.iter().take(SHOWN) {
+    for lever in &shown {
         let context = lever.max_context_tokens.map_or("none".into(), |tokens| match tokens {
             MOST.. => "any".into(),
             tokens => grouped(u128::from(tokens)),
         });
         let time = lever.time_factor.map_or("-".into(), |factor| format!("x{factor:.2}"));
-        let fits = if lever.peak_bytes <= scenario.memory.bytes() { "" } else { "!" };
+        let fits = if lever.peak_bytes <= there { "" } else { "!" };
         let peak = format!("{} GiB{fits:1}", gib(u128::from(lever.peak_bytes)));
         rows.push(vec![lever.lever.clone(), context, peak, time, loss(&lever.loss)]);
     }
-    let note = if levers.iter().take(SHOWN).any(|lever| lever.peak_bytes > scenario.memory.bytes()) {
-        "! still too much\n"
-    } else {
-        ""
+    let note = if shown.iter().any(|lever| lever.peak_bytes > there) { "! still too much\n" } else { "" };
+    let more = match levers.len() - shown.len() {
+        0 => String::new(),
+        more => format!("{more} more: --json -\n"),
     };
-    format!("\n{}{note}", table(&rows, 1))
+    format!("\n{}{note}{more}", table(&rows, 1))
 }
 
 fn loss(loss: &Loss) -> String {
@@ -143,23 +166,31 @@ fn loss(loss: &Loss) -> String {
     }
 }
 
-/// The cheapest set of levers for a context.
-pub fn remedy(remedy: &Remedy) -> String {
-    let tokens = grouped(u128::from(remedy.target_context_tokens));
+/// The cheapest sets of levers for a context of each of `held` sequences: with all of them, and with fewer.
+pub fn remedies(held: u64, remedies: &[Remedy]) -> String {
+    let Some(first) = remedies.first() else { return String::new() };
+    let tokens = counted(first.target_context_tokens, "token");
+    let what =
+        if held > 1 { format!("{tokens} of {held} sequences held at once fit") } else { format!("{tokens} fit") };
+    let mut said = if first.sequences < held { format!("\n{what} with no set of changes.\n") } else { String::new() };
+    for one in remedies {
+        let fit = if one.sequences < held { "With fewer held at once they fit" } else { &what };
+        let _ = write!(said, "\n{}", wrapped(&format!("{fit} {}", remedy(one)), ""));
+    }
+    said
+}
+
+fn remedy(remedy: &Remedy) -> String {
     if remedy.levers.is_empty() {
-        return format!("\n{tokens} tokens fit as it is.\n");
+        return "as it is.".into();
     }
     let with = remedy.levers.iter().zip(&remedy.losses).map(|(lever, of)| match of {
         Loss::None => lever.clone(),
         of => format!("{lever} (KL {})", loss(of)),
     });
     let time = remedy.time_factor.map_or(String::new(), |factor| format!(" A sequence takes x{factor:.2}."));
-    let said = format!(
-        "{tokens} tokens fit with {}: peak {} GiB.{time}",
-        with.collect::<Vec<_>>().join(", "),
-        gib(u128::from(remedy.peak_bytes))
-    );
-    format!("\n{}", wrapped(&said, ""))
+    let peak = gib(u128::from(remedy.peak_bytes));
+    format!("with {}: peak {peak} GiB.{time}", with.collect::<Vec<_>>().join(", "))
 }
 
 /// The most that fits, and where that is none what `least`, the smallest that was looked at, needs.
