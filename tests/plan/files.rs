@@ -5,6 +5,7 @@ use kvsieve::device::Cpu;
 use kvsieve::memory::Arena;
 use kvsieve::model::{Decoder, Model, Setup};
 use kvsieve::planner::measure::measure;
+use kvsieve::planner::presets::MODELS;
 use kvsieve::planner::scenario::Attention;
 use kvsieve::planner::{Scenario, Subject, own_peak_bytes};
 use serde_json::{Value, json};
@@ -234,6 +235,30 @@ fn windows_are_those_of_the_class() {
     none["sliding_window"] = Value::Null;
     let (_folder, path) = config(&none);
     assert_eq!(Subject::find(&path).unwrap().architecture.window, None, "null is none");
+}
+
+/// Presets are what configurations say that were published: the preset whose name is all of a model's, or is followed by a variant's.
+#[test]
+fn presets_are_their_published_configurations() {
+    let text = std::fs::read_to_string("tests/fixtures/published_configs.json").unwrap();
+    let published: Vec<Value> = serde_json::from_str(&text).unwrap();
+    let mut compared = 0;
+    for config in published.iter().filter(|config| !config["accepted"].is_null()) {
+        let name = config["model"].as_str().unwrap().to_lowercase();
+        let named = MODELS.iter().filter(|preset| name.contains(&preset.name) && !name.contains("phi-4-mini"));
+        let Some(preset) = named.max_by_key(|preset| preset.name.len()) else { continue };
+        let accepted = &config["accepted"];
+        let windows: Vec<&Value> =
+            accepted["windows"].as_array().unwrap().iter().filter(|window| !window.is_null()).collect();
+        let window = preset.window.as_ref().map(|window| json!(window.tokens));
+        assert!(windows.iter().all(|tokens| Some(*tokens) == window.as_ref()), "{name}: {windows:?}, {window:?}");
+        assert_eq!(windows.is_empty(), window.is_none(), "{name}");
+        let extents = json!([preset.layers, preset.heads, preset.kv_heads, preset.head_dim]);
+        let expected = ["layers", "q_heads", "kv_heads", "head_dim"].map(|key| accepted[key].clone());
+        assert_eq!(extents, json!(expected), "{name}");
+        compared += 1;
+    }
+    assert!(compared > 20, "{compared}");
 }
 
 /// A model's keys on the command line are the model; what is missing or wrong is told as of a file.

@@ -53,6 +53,7 @@ pub fn run(args: &Args, conventions: &[Windows]) -> Result<(), Failure> {
         ("--policy-file", args.policy_file.is_some()),
         ("--evict-after", args.evict_after.is_some()),
         ("--new-tokens", args.new_tokens.is_some()),
+        ("--alone-samples", args.alone_samples.is_some()),
         ("--context", !args.context.is_empty()),
         ("--dry-run", args.dry_run),
         ("--resume", args.resume),
