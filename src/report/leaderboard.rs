@@ -162,15 +162,26 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
     let pairs = comparison::with_first(budget);
     let with_first = |at: usize| pairs.iter().find(|pair| pair.of == [0, at]);
     let rivals: Vec<usize> = (1..budget.len()).filter(|&at| !with_first(at).is_some_and(Pair::is_sure)).collect();
-    let what = if let Some(enough) = comparison::enough_for_a_best(budget) {
+    let what = if budget.len() == 1 {
+        named(0)
+    } else if let Some(enough) = comparison::enough_for_a_best(budget) {
         format!(
             "undecided: {} samples set none of {} policies apart from {}, and {enough} could",
             first.pool.all_samples(),
             budget.len(),
             named(0)
         )
-    } else if samples < noise::LEAST_SAMPLES || !rivals.is_empty() {
+    } else if !rivals.is_empty() {
         noise::undecided(std::iter::once(0).chain(rivals).map(named).collect(), samples)
+    } else if samples < noise::LEAST_SAMPLES {
+        let others = if budget.len() == 2 { "the other".into() } else { format!("all {} others", budget.len() - 1) };
+        format!(
+            "{} is apart from {others}, but {}{} are too few for a finding ({} make one)",
+            named(0),
+            units::counted(samples as u64, "sample"),
+            if first.pool.asked_apart() > 1 { " of each" } else { "" },
+            noise::LEAST_SAMPLES
+        )
     } else {
         let next = with_first(1).map(|Pair { difference, .. }| {
             let number = |value: f64| if is_scored { format!("{:.0}", 100.0 * value) } else { text::drift(value) };
@@ -178,10 +189,7 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
             let unit = if is_scored { "points" } else { "nats" };
             format!(", {mean} {unit} (95% {low} to {high}, paired) before {}", named(1))
         });
-        match budget.len() {
-            1 => named(0),
-            several => format!("{} is the best of {several}{}", named(0), next.unwrap_or_default()),
-        }
+        format!("{} is the best of {}{}", named(0), budget.len(), next.unwrap_or_default())
     };
     let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
     let full = pools.iter().find(is_full).and_then(Pool::score).map(|full| ("full cache", full.mean));
