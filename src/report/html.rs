@@ -103,7 +103,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
         simulations => serving::rows(&simulated),
         recalls => recall::rows(&recalled),
-        has_comparisons => matches!(leaderboard::comparisons(&records), Ok(Some(_))),
+        beside => leaderboard::beside(&records).unwrap_or_default().iter().map(|(table, _)| context! { name => table.name, words => table.words }).collect::<Vec<_>>(),
         rankings => leaderboard::tables(&evaluated).iter().chain(&edits::tables(&edited)).chain(&knobs::tables(&records)).map(Table::value).collect::<Vec<_>>(),
         evaluations => answers::rows(&evaluated),
         common => answers::common(&evaluated),

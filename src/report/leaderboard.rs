@@ -2,6 +2,7 @@
 //! it, and what may be said of them in a sentence.
 
 use super::ReportError;
+use super::additivity;
 use super::combined;
 use super::comparison::{self, Pair, Ranked};
 use super::naming::{SEED, TASK};
@@ -27,14 +28,37 @@ fn by_protocol<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
     groups.map(of).filter(|records| !records.is_empty()).collect()
 }
 
-/// Every pair of policies of each protocol and budget as CSV; `None` where nothing is compared.
+/// The lines of each protocol's pools as CSV; `None` without any. Fails when one cannot be written.
+type Lines = fn(&[(Protocol, Vec<Pool>)]) -> Result<Option<String>, ReportError>;
+
+/// A table of many lines that lies beside the figures.
+pub struct Beside {
+    /// Name of its file.
+    pub name: &'static str,
+    /// What its lines are.
+    pub words: &'static str,
+    lines: Lines,
+}
+
+const BESIDE: [Beside; 2] = [
+    Beside { name: "comparisons.csv", words: "All pairs of policies with their p-values", lines: comparison::csv },
+    Beside {
+        name: additivity::FILE,
+        words: "What is lost together, beside the sum of what is lost alone",
+        lines: additivity::csv,
+    },
+];
+
+/// The tables beside the figures that these records fill, as CSV.
 ///
 /// # Errors
 /// [`ReportError::Csv`] when a line cannot be written.
-pub fn comparisons(records: &[&Record]) -> Result<Option<String>, ReportError> {
+pub fn beside(records: &[&Record]) -> Result<Vec<(Beside, String)>, ReportError> {
     let of_protocols = by_protocol(records);
     let of_protocols = of_protocols.iter().map(|records| (records[0].cell.protocol(), pools(records).0));
-    comparison::csv(&of_protocols.collect::<Vec<_>>())
+    let of_protocols: Vec<(Protocol, Vec<Pool>)> = of_protocols.collect();
+    let filled = BESIDE.into_iter().map(|table| Ok((table.lines)(&of_protocols)?.map(|csv| (table, csv))));
+    filled.filter_map(Result::transpose).collect()
 }
 
 /// What a heading says of the protocol of its cells.
@@ -59,7 +83,7 @@ fn of_protocol(records: &[&Record]) -> Vec<Table> {
         rows: if pools.is_empty() { Vec::new() } else { leaderboard(&pools, scored) },
         notes: tight.into_iter().chain(unranked(records)).chain(left_out(records)).collect(),
     };
-    let combined = combined::tables(&pools, &protocol);
+    let combined = combined::tables(&pools, &protocol).into_iter().chain(additivity::tables(&pools, &protocol));
     std::iter::once(board).chain(combined).chain(comparison::tables(&pools, &protocol)).collect()
 }
 
@@ -141,7 +165,7 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
         let compared = |ranked: &Vec<Ranked>| combined::is_compared(ranked[0].pool, &pools);
         let best = comparison::ranked(&pools).into_iter().filter(compared).filter_map(sentence);
         let left_out = left_out(records).map(|words| format!("eval{protocol}: {words}."));
-        best.chain(combined::findings(&pools, &protocol)).chain(left_out).collect::<Vec<_>>()
+        best.chain(additivity::findings(&pools, &protocol)).chain(left_out).collect::<Vec<_>>()
     };
     by_protocol(records).iter().flat_map(of_protocol).collect()
 }

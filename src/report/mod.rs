@@ -5,6 +5,7 @@
 //! another: `figures` reads records and makes a `chart::Chart`, a `rows::Rows` or a `heat::Heat`, `draw` makes SVG of it,
 //! `csv` a table, `html` a page. Adding a figure is one file and one line in `figures::FIGURES` or `figures::PANELS`.
 
+mod additivity;
 pub mod anatomy;
 mod answers;
 mod bars;
@@ -153,9 +154,9 @@ struct Figure {
     stem: String,
 }
 
-/// Writes `plots/*.svg`, `plots/*.csv` (`comparisons.csv` where models were evaluated), `summary.md` and `report.html` into
-/// `folder`; the figures of the second and further `runs` go to `plots/<run_id>/`. Every file is written under a temporary name and then renamed, so that a
-/// reader never sees half of one.
+/// Writes `plots/*.svg`, `plots/*.csv` (`comparisons.csv` and `additivity.csv` where models were evaluated), `summary.md` and
+/// `report.html` into `folder`; the figures of the second and further `runs` go to `plots/<run_id>/`. Every file is written under a
+/// temporary name and then renamed, so that a reader never sees half of one.
 ///
 /// # Errors
 /// [`ReportError`] when there is no run or no record in any, or when something cannot be drawn or written.
@@ -175,8 +176,8 @@ pub fn write(folder: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, Repor
         drawn.figures.push(path);
     }
     for ((run, _), plots) in sections.iter().zip(plot_folders(runs)) {
-        if let Some(table) = leaderboard::comparisons(&latest(&run.records))? {
-            files::replace(&folder.join(plots).join("comparisons.csv"), &table)?;
+        for (table, csv) in leaderboard::beside(&latest(&run.records))? {
+            files::replace(&folder.join(&plots).join(table.name), &csv)?;
         }
     }
     files::replace(&drawn.summary, &html::summary(&sections))?;

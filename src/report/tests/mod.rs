@@ -1,5 +1,6 @@
 //! The report as its reader finds it: files, pages and what must never be in them; figures and words have files of their own.
 
+mod additivity;
 mod few;
 mod pictures;
 mod words;
