@@ -3,6 +3,7 @@
 mod additivity;
 mod few;
 mod pictures;
+mod reading;
 mod words;
 
 use super::*;
