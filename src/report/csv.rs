@@ -43,8 +43,8 @@ pub fn rows(rows: &Rows) -> Result<String, ReportError> {
     text(table)
 }
 
-/// The fields of heat maps as CSV: `series`, `status`, `row`, `bin`, `head` or `context_tokens`, the value's field, `cells` and
-/// `cell_ids`; `missing` without a value where nothing is known.
+/// The fields of heat maps as CSV: `series`, `status`, `row`, `bin`, `head` or `context_tokens`, the value's field, `samples` where it is
+/// a mean over some, `cells` and `cell_ids`; `missing` without a value where nothing is known.
 ///
 /// # Errors
 /// [`ReportError::Csv`] when a line cannot be written.
@@ -55,20 +55,24 @@ pub fn heat(heat: &Heat) -> Result<String, ReportError> {
         Across::Positions(_) => "bin",
         Across::Contexts(_) => "context_tokens",
     };
-    table.write_record(["series", "status", "row", across, heat.field, "cells", "cell_ids"])?;
+    let samples = heat.panels.iter().any(|panel| !panel.samples.is_empty()).then_some("samples");
+    let names = ["series", "status", "row", across, heat.field].into_iter().chain(samples);
+    table.write_record(names.chain(["cells", "cell_ids"]))?;
     for panel in &heat.panels {
-        for ((name, values), cells) in panel.rows.iter().zip(&panel.cell_ids) {
-            for (place, (value, cells)) in values.iter().zip(cells).enumerate() {
+        for (row, ((name, values), cells)) in panel.rows.iter().zip(&panel.cell_ids).enumerate() {
+            for (at, (value, cells)) in values.iter().zip(cells).enumerate() {
                 let place = match &heat.across {
-                    Across::Contexts(contexts) => contexts[place],
-                    _ => place,
+                    Across::Contexts(contexts) => contexts[at],
+                    _ => at,
                 };
-                let (place, count) = (place.to_string(), cells.len().to_string());
                 let (status, value) = match value.is_nan() {
                     true => ("missing", String::new()),
                     false => ("ok", value.to_string()),
                 };
-                table.write_record([panel.name.as_str(), status, name, &place, &value, &count, &cells.join(" ")])?;
+                let count = panel.samples.get(row).map(|of_row| of_row[at].to_string());
+                let fields = [panel.name.clone(), status.into(), name.clone(), place.to_string(), value];
+                let fields = fields.into_iter().chain(count);
+                table.write_record(fields.chain([cells.len().to_string(), cells.join(" ")]))?;
             }
         }
     }

@@ -59,3 +59,30 @@ fn one_name_is_not_undecided_among_itself() {
     let alone = sentence(&scored(1, 1, 4));
     assert!(alone.contains(": snapkv:window=1 (100%") && !alone.contains("undecided"), "{alone}");
 }
+
+#[test]
+fn a_field_of_needles_says_of_how_many_samples_it_is() {
+    let mut run = samples::answers();
+    for answers in run.records.iter_mut().filter_map(|record| record.answers.as_mut()) {
+        answers.samples = 4;
+        answers.sample_scores.truncate(4);
+        answers.sample_depths = vec![0.1, 0.5, 0.5, 0.9];
+    }
+    let rows = table(&run, "needle-heat-map");
+    let names: Vec<&str> = rows.iter().filter(|row| row["series"] == "full").map(|row| row["row"].as_str()).collect();
+    let five = ["0–20 %", "20–40 %", "40–60 %", "60–80 %", "80–100 %"];
+    assert_eq!(names, five.map(|name| [name; 2]).concat());
+    for row in &rows {
+        // Two tasks of each policy.
+        let expected = match row["row"].as_str() {
+            "40–60 %" => "4",
+            "0–20 %" | "80–100 %" => "2",
+            _ => "0",
+        };
+        assert_eq!(row["samples"], expected, "{row:?}");
+        assert_eq!(row["status"] == "missing", expected == "0", "{row:?}");
+    }
+    let (_folder, drawn) = drawn(&[run]);
+    let summary = fs::read_to_string(drawn.summary).unwrap();
+    assert!(summary.contains("2 to 4 samples in a field, grey where there is none"), "{summary}");
+}
