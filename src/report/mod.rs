@@ -199,7 +199,7 @@ fn draw_all(run: &Run, plots: &str, detail: Detail) -> Result<Vec<Figure>, Repor
     let draw = |mut picture: Picture| {
         notes::add(&mut picture, &records, run.is_synthetic);
         let (svg, table) = match &picture {
-            Picture::Curves(chart) => (draw::svg(chart), csv::write(chart)),
+            Picture::Curves(chart) => (draw::svg(chart), csv::with_cells(chart, figures::told(&chart.id), &records)),
             Picture::Rows(rows) => (draw::rows(rows), csv::rows(rows)),
             Picture::Heat(heat) => (draw::heat(heat), csv::heat(heat)),
             Picture::Bars(bars) => (draw::bars::svg(bars), bars.csv()),

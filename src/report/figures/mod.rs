@@ -49,6 +49,7 @@ pub mod example;
 use super::Detail;
 use super::bars::Bars;
 use super::chart::{Axis, Chart, Interval, Point, Quantity, Series};
+use super::csv::Told;
 use super::heat::Heat;
 use super::knobs;
 use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
@@ -131,6 +132,18 @@ pub const PANELS: &[fn(&Data) -> Option<Picture>] = &[
     |data| zero::bars(data).map(Picture::Bars),
     |data| tuning::bars(data).map(Picture::Bars),
 ];
+
+/// What the table behind a figure says of the cell of each point: of fronts, which are made of cells of many formats.
+pub fn told(id: &str) -> &'static [Told] {
+    const FORMAT: Told = ("format", |cell| cell.kv_format().to_string());
+    const POLICY: Told = ("policy", |cell| cell.policy.clone().unwrap_or_default());
+    const BUDGET: Told = ("budget", |cell| cell.budget.clone().unwrap_or_default());
+    match id {
+        formats_and_tokens::ID => &[FORMAT, BUDGET],
+        weights_and_cache::ID => &[FORMAT, POLICY, BUDGET],
+        _ => &[],
+    }
+}
 
 /// A figure of any form.
 pub enum Picture {

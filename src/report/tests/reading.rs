@@ -11,6 +11,29 @@ fn caption(run: &Run, id: &str) -> String {
 }
 
 #[test]
+fn the_points_of_a_front_say_their_formats_and_budgets() {
+    for (run, id, fields) in [
+        (samples::formats(), "kl-vs-bits-and-tokens", &["format", "budget"][..]),
+        (samples::hybrid(), "kl-vs-weights-and-cache", &["format", "policy", "budget"]),
+    ] {
+        let rows = table(&run, id);
+        assert!(rows.len() > 3);
+        for row in rows {
+            let cell = &run.records.iter().find(|record| row["cell_ids"].starts_with(&record.cell_id)).unwrap().cell;
+            for field in fields {
+                let expected = match *field {
+                    "format" => cell.kv_format().to_string(),
+                    "policy" => cell.policy.clone().unwrap_or_default(),
+                    _ => cell.budget.clone().unwrap_or_default(),
+                };
+                assert_eq!(row[*field], expected, "{id}: {row:?}");
+            }
+        }
+    }
+    assert!(!table(&samples::answers(), "kl-vs-budget")[0].contains_key("format"));
+}
+
+#[test]
 fn a_warning_of_one_context_names_it() {
     let ids = ["model-memory-vs-context", "first-token-vs-context", "token-vs-context", "needle-heat-map"];
     let tight = |contexts: &[usize]| {
