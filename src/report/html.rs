@@ -142,6 +142,8 @@ fn row(record: &Record, records: &[&Record], naming: &Naming, is_unequal: bool) 
     let ok = Some(record).filter(|record| record.status == Status::Ok);
     let phase = ok.and_then(text::main_phase);
     let eviction = ok.and_then(|record| record.eviction.as_ref());
+    let decoded = ok.filter(|_| cell.measure == Measure::DECODE);
+    let kv_bytes = eviction.map(|eviction| eviction.kv_bytes_live).or(decoded.and_then(text::kv_bytes));
     context! {
         cell_id => &record.cell_id,
         status => status(record.status),
@@ -154,7 +156,7 @@ fn row(record: &Record, records: &[&Record], naming: &Naming, is_unequal: bool) 
         policy => cell.chosen().or(cell.tuning.as_deref()).unwrap_or(NOTHING),
         budget => cell.budget.as_deref().unwrap_or(NOTHING),
         peak => text::peak(record),
-        kv => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_live))),
+        kv => or_nothing(kv_bytes.map(units::bytes)),
         read => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_read))),
         median => or_nothing(phase.map(|phase| units::nanoseconds(phase.median_ns))),
         is_unequal,

@@ -79,3 +79,22 @@ fn lines_that_the_eye_cannot_tell_apart_are_said_to_lie_on_one_another() {
         assert_eq!(caption.contains("Identical"), expected, "{kept} {right}: {caption}");
     }
 }
+
+#[test]
+fn a_decode_step_shows_the_cache_beside_the_peak() {
+    let cells = [1, 4, 16].map(|kv_heads| {
+        let mut record =
+            with_cell(pass(Measure::DECODE, "decode", 8192), |cell| (cell.q_heads, cell.kv_heads) = (16, kv_heads));
+        record.memory.as_mut().unwrap().peak_by_label = [(crate::memory::Label::Kv, (kv_heads as u64) << 22)].into();
+        record
+    });
+    let held = ["4.00 MiB", "16.0 MiB", "64.0 MiB"];
+    let summary = summary_table(&cells);
+    assert!(held.iter().all(|bytes| summary.contains(&format!("| {bytes:>8} |"))), "{summary}");
+    assert!(summary.contains("peak: with the step's memory and the inputs"), "{summary}");
+    let (_folder, drawn) = drawn(&[of(cells.to_vec())]);
+    let page = fs::read_to_string(drawn.html).unwrap();
+    assert!(held.iter().all(|bytes| page.contains(&format!("<td class=\"n\">{bytes}</td>"))));
+    let forward = summary_table(&[pass(Measure::FORWARD, "tiled", 8192)]);
+    assert!(!forward.contains(" kv |") && !forward.contains("with the step's memory"), "{forward}");
+}
