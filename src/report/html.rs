@@ -106,6 +106,7 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         beside => leaderboard::beside(&records).unwrap_or_default().iter().map(|(table, _)| context! { name => table.name, words => table.words }).collect::<Vec<_>>(),
         rankings => leaderboard::tables(&evaluated).iter().chain(&edits::tables(&edited)).chain(&knobs::tables(&records)).map(Table::value).collect::<Vec<_>>(),
         evaluations => answers::rows(&evaluated),
+        runs => answers::runs(&evaluated),
         common => answers::common(&evaluated),
         has_seeds => evaluated.iter().any(|record| record.cell.seed != evaluated[0].cell.seed),
         troubles => without_numbers.map(|record| trouble(record)).collect::<Vec<_>>(),

@@ -356,10 +356,11 @@ impl Reading {
         Reading { x, y: Some(y), interval, model: None }
     }
 
-    /// The median of a phase, with its interval.
+    /// The median of a phase, with its interval; of one sample nobody knows any.
     pub fn latency(x: f64, latency: &Latency) -> Reading {
         let interval = Interval { low: latency.ci95_low_ns, high: latency.ci95_high_ns, kind: interval_of(&[latency]) };
-        Reading { interval: Some(interval), ..Reading::measured(x, latency.median_ns, None) }
+        let interval = Some(interval).filter(|_| latency.samples_ns.len() > 1);
+        Reading { interval, ..Reading::measured(x, latency.median_ns, None) }
     }
 
     fn is_finite(&self) -> bool {
@@ -376,7 +377,7 @@ fn interval_of(phases: &[&Latency]) -> &'static str {
 
 /// The same in words.
 fn band() -> String {
-    format!("the band is the 95% interval, of fewer than {LEAST_FOR_INTERVAL} samples their range")
+    format!("the band is the 95% interval, of fewer than {LEAST_FOR_INTERVAL} samples their range, of one none")
 }
 
 /// Median drift of a record, with its interval, at `x`.

@@ -113,3 +113,21 @@ fn every_pair_has_its_line() {
     let (folder, _) = drawn(&[samples::answers()]);
     assert!(folder.path().join("plots/comparisons.csv").exists() && !folder.path().join("plots").join(FILE).exists());
 }
+
+/// Without a run alone nobody counted the weights: whether losses add up is known all the same, what they save is not.
+#[test]
+fn weights_whose_bytes_nobody_counted_are_compared_and_have_no_place_on_an_axis() {
+    let (counted, mut run) = (samples::hybrid(), samples::hybrid());
+    for record in &mut run.records {
+        (record.memory, record.latency) = (None, BTreeMap::new());
+    }
+    let what = "weights in fewer bits";
+    assert_eq!(sentence(&run, what), sentence(&counted, what));
+    let (folder, _) = drawn(std::slice::from_ref(&run));
+    assert!(!folder.path().join("plots/kl-vs-weights-and-cache.svg").exists());
+    let names: Vec<String> = table(&run, "weights-ranked").iter().map(|row| row["series"].clone()).collect();
+    assert_eq!(names, ["in q8_0", "in q4_0"]);
+    let summary = summary_table(&run.records);
+    assert!(summary.contains("bytes of the cache") && !summary.contains("bytes of weights and cache"), "{summary}");
+    assert!(!summary.contains("per token") && summary_table(&counted.records).contains("per token"), "{summary}");
+}

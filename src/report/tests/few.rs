@@ -61,6 +61,40 @@ fn one_name_is_not_undecided_among_itself() {
 }
 
 #[test]
+fn a_single_run_has_no_interval_and_the_legend_says_so() {
+    let with_runs = |counts: [usize; 2]| {
+        let mut run = samples::answers();
+        for (at, record) in run.records.iter_mut().enumerate() {
+            for phase in record.latency.values_mut() {
+                phase.samples_ns.truncate(counts[at % 2]);
+                if counts[at % 2] == 1 {
+                    (phase.ci95_low_ns, phase.ci95_high_ns) = (phase.median_ns, phase.median_ns);
+                }
+            }
+        }
+        run
+    };
+    for (counts, expected) in
+        [([1, 1], Some("of one run each")), ([1, 3], Some("of some cells one run")), ([3, 3], None)]
+    {
+        let mut run = with_runs(counts);
+        let (_folder, drawn) = drawn(std::slice::from_ref(&run));
+        let page = fs::read_to_string(&drawn.html).unwrap();
+        for text in [summary_table(&run.records).replace('\n', " "), page] {
+            assert_eq!(text.contains("which tells nothing of how far they are off"), expected.is_some(), "{counts:?}");
+            assert!(expected.is_none_or(|words| text.contains(words)), "{counts:?}");
+        }
+        // Of one task, whose point is no range over tasks.
+        run.records.retain(|record| record.cell.task.as_deref() == Some("passkey"));
+        let rows = table(&run, "first-token-vs-context");
+        let known = rows.iter().filter(|row| row["interval"] == "range" && !row["low"].is_empty()).count();
+        assert_eq!((known == 0, known == rows.len()), (counts == [1, 1], counts == [3, 3]), "{counts:?}: {rows:?}");
+    }
+    let single = noise::Measured { name: "a".into(), value: 2.0, low: 2.0, high: 2.0, count: 1, is_range: true };
+    assert_eq!(single.words(|value| value.to_string()), "`a` (2, 1 sample)");
+}
+
+#[test]
 fn a_field_of_needles_says_of_how_many_samples_it_is() {
     let mut run = samples::answers();
     for answers in run.records.iter_mut().filter_map(|record| record.answers.as_mut()) {
