@@ -224,7 +224,8 @@ fn plot_folders(runs: &[Run]) -> Vec<String> {
     for run in runs {
         // A run id comes from a file: it must not lead out of the folder.
         let plain = |letter: char| if letter.is_ascii_alphanumeric() || "-_.".contains(letter) { letter } else { '-' };
-        let id: String = run.run_id.chars().map(plain).collect();
+        // One that was put together of shards has the name of the first.
+        let id: String = run.run_id.split(' ').next().unwrap_or_default().chars().map(plain).collect();
         let base = if folders.is_empty() { "plots".into() } else { format!("plots/{}", id.trim_start_matches('.')) };
         let numbered = (1..).map(|count| if count == 1 { base.clone() } else { format!("{base}-{count}") });
         let free = numbered.into_iter().find(|folder| !folders.contains(folder) && !folder.ends_with('/'));
