@@ -2,6 +2,7 @@
 
 use super::failure::Failure;
 use super::output;
+use crate::experiment::record::Record;
 use crate::experiment::store::{CELLS, MAX_CONTEXTS};
 use crate::experiment::{Spec, store};
 use crate::report::{self, Detail, Drawn, Run, Versus, versus, workers};
@@ -14,7 +15,7 @@ const EXAMPLES: &str = "\
 A folder is that of one run (it holds cells.jsonl), as `kvsieve run` prints it. Parts of one run (shards: the same \
 configuration, build and kind of machine, no cell in common) are one section; the page is written into the first folder, or \
 into --out. Of a run that processes share it shows how far each of them is.\n\n\
-Two runs that have cells in common are compared, the second with the first: what differs between their machines and \
+Two runs that have cells in common, each in one folder or in its shards, are compared, the second with the first: what differs between their machines and \
 programs, and each cell whose time, memory, drift, score or other result changed beyond noise (* marks which). A time has changed when the \
 95% intervals of the medians, of at least 10 samples each, do not meet and the medians differ by more than 5%; with --check a \
 change is exit status 1. It is in comparison.md too.\n\n\
@@ -26,6 +27,9 @@ Examples:
 
 /// What two runs of the same cells have that differs, in the folder of their report.
 const COMPARISON: &str = "comparison.md";
+
+/// Names of parts that a run is called by.
+const MOST_NAMES: usize = 4;
 
 /// Draw the figures and the page of runs again, from their records
 #[derive(clap::Args)]
@@ -53,16 +57,22 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     // A search for the longest context has no report of its own.
     let out = args.out.as_ref().or(args.folders.iter().find(|folder| !is_search(folder))).unwrap_or(&args.folders[0]);
     let detail = if args.per_head { Detail::Heads } else { Detail::Layers };
-    let runs = read(&args.folders)?;
-    let compared = match &args.folders[..] {
-        [a, b] => Some(versus(&whole(a)?, &whole(b)?)).filter(|versus| versus.common > 0),
+    let folders = read(&args.folders)?;
+    let wholes = gathered(&folders, whole);
+    let compared = match &wholes[..] {
+        [(.., a), (.., b)] => Some(versus(a, b)).filter(|versus| versus.common > 0),
         _ => None,
     };
     if args.check && compared.is_none() {
-        return Err(Failure::usage(
-            "--check compares two runs that have cells in common; name their two folders".into(),
-        ));
+        let found = match wholes.len() {
+            2 => "these two have none".into(),
+            runs => format!("these folders are of {}", units::counted(runs as u64, "run")),
+        };
+        return Err(Failure::usage(format!(
+            "--check compares two runs that have cells in common; {found}, name those of two such runs"
+        )));
     }
+    let runs = sections(&folders);
     let drawn = write(out, &runs, detail)?;
     let progress: String = runs.iter().filter_map(progress).collect();
     let versus = match &compared {
@@ -92,25 +102,9 @@ fn is_search(folder: &Path) -> bool {
     folder.join(MAX_CONTEXTS).is_file() && !folder.join(CELLS).is_file()
 }
 
-/// A folder's run, whatever machines and thread counts it was measured with.
-fn whole(folder: &Path) -> Result<Run, Failure> {
-    let (records, environment) = store::read(folder)?;
-    let run_id = records.first().map_or_else(String::new, |record| record.run_id.clone());
-    Ok(Run {
-        experiment: String::new(),
-        description: String::new(),
-        is_synthetic: false,
-        run_id,
-        repro: String::new(),
-        environment,
-        records,
-        elsewhere: 0,
-    })
-}
-
 /// Reads the runs in `folders` and writes their report into `out`.
 pub fn draw(out: &Path, folders: &[PathBuf], detail: Detail) -> Result<Drawn, Failure> {
-    write(out, &read(folders)?, detail)
+    write(out, &sections(&read(folders)?), detail)
 }
 
 /// How far a run is that processes share.
@@ -121,9 +115,19 @@ fn progress(run: &Run) -> Option<String> {
     Some(format!("{}: {cells}{all} cells\n\n{tasks}\n", run.experiment))
 }
 
-/// The runs in `folders`; parts of one run are put together.
-fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
-    let mut runs: Vec<(Key, HashSet<String>, Run)> = Vec::new();
+/// What a folder of a run holds.
+struct Folder {
+    records: Vec<Record>,
+    environment: Value,
+    /// Text of its configuration; empty where records are all that is there.
+    config: String,
+    spec: Option<Spec>,
+    run_id: String,
+}
+
+/// What `folders` hold, with warnings of what is wrong with it.
+fn read(folders: &[PathBuf]) -> Result<Vec<Folder>, Failure> {
+    let mut all = Vec::new();
     for folder in folders {
         // Beside runs may lie what a search for the longest context wrote, which has no cells.
         if folders.len() > 1 && is_search(folder) {
@@ -149,11 +153,37 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
         let named = || name.file_name().map(|name| name.to_string_lossy().to_string()).unwrap_or_default();
         let run_id =
             records.first().map(|record| record.run_id.clone()).filter(|id| !id.is_empty()).unwrap_or_else(named);
-        let mut parts = workers::by_machine(records, &environment);
-        if parts.is_empty() {
-            parts.push(Default::default());
-        }
-        for (machine, records) in parts {
+        all.push(Folder { records, environment, config, spec, run_id });
+    }
+    Ok(all)
+}
+
+/// A run or a part of it, with its cells and what it has in common with others that are put together with it.
+type Gathered = (Key, HashSet<String>, Run);
+
+/// Parts of a folder's records, each with its name.
+type Parts = Vec<(String, Vec<Record>)>;
+
+/// A folder's records as one, whatever thread counts and instruction paths they were measured with; named by the CPU.
+fn whole(folder: &Folder) -> Parts {
+    vec![(folder.environment["machine"]["cpu"].to_string(), folder.records.clone())]
+}
+
+/// A folder's records in parts whose times may stand in one table.
+fn by_machine(folder: &Folder) -> Parts {
+    let mut parts = workers::by_machine(folder.records.clone(), &folder.environment);
+    if parts.is_empty() {
+        parts.push(Default::default());
+    }
+    parts
+}
+
+/// The runs in `folders`, each folder in `parts`; parts of one run are put together.
+fn gathered(folders: &[Folder], parts: fn(&Folder) -> Parts) -> Vec<Gathered> {
+    let mut runs: Vec<Gathered> = Vec::new();
+    for folder in folders {
+        let Folder { environment, config, spec, run_id, .. } = folder;
+        for (machine, records) in parts(folder) {
             let ids: HashSet<String> = records.iter().map(|record| record.cell_id.clone()).collect();
             // Parts of one configuration are one run; runs of two builds or machines are not, nor is what was run twice.
             let key = Key { config: config.clone(), build: environment["tool"]["git"].clone(), machine };
@@ -161,6 +191,7 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
                 Some((_, known, run)) => {
                     known.extend(ids);
                     run.records.extend(records);
+                    run.run_id = with(&run.run_id, run_id);
                 }
                 None => {
                     let mut environment = environment.clone();
@@ -182,13 +213,32 @@ fn read(folders: &[PathBuf]) -> Result<Vec<Run>, Failure> {
             }
         }
     }
+    runs
+}
+
+/// The names of the parts of a run with one more; of many parts the first and how many others there are.
+fn with(names: &str, more: &str) -> String {
+    let parts: Vec<&str> = names.split(" + ").collect();
+    let others = match parts[..] {
+        [_, others] => others.strip_suffix(" more").and_then(|count| count.parse().ok()),
+        _ => None,
+    };
+    match others.unwrap_or(parts.len() - 1) + 1 {
+        others if others < MOST_NAMES => format!("{names} + {more}"),
+        others => format!("{} + {others} more", parts[0]),
+    }
+}
+
+/// The sections of a report of `folders`.
+fn sections(folders: &[Folder]) -> Vec<Run> {
+    let runs = gathered(folders, by_machine);
     output::warn(&apart(&runs));
     let elsewhere: Vec<usize> = (0..runs.len()).map(|at| elsewhere(&runs, at)).collect();
-    Ok(runs.into_iter().zip(elsewhere).map(|((_, _, run), elsewhere)| Run { elsewhere, ..run }).collect())
+    runs.into_iter().zip(elsewhere).map(|((_, _, run), elsewhere)| Run { elsewhere, ..run }).collect()
 }
 
 /// Cells of the same configuration and build that are in other sections and not in this one.
-fn elsewhere(runs: &[(Key, HashSet<String>, Run)], at: usize) -> usize {
+fn elsewhere(runs: &[Gathered], at: usize) -> usize {
     let (key, own, _) = &runs[at];
     let is_other =
         |other: &Key| !key.config.is_empty() && other.config == key.config && other.build == key.build && other != key;
@@ -205,7 +255,7 @@ struct Key {
 }
 
 /// Which runs of one configuration are not put together although none of their cells is in both.
-fn apart(runs: &[(Key, HashSet<String>, Run)]) -> Vec<String> {
+fn apart(runs: &[Gathered]) -> Vec<String> {
     let mut warnings = Vec::new();
     for (index, (key, ids, run)) in runs.iter().enumerate() {
         let earlier = runs[..index].iter().find(|(other, known, _)| {
@@ -239,4 +289,18 @@ fn write(out: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, Failure> {
     std::fs::create_dir_all(out)
         .map_err(|error| Failure::work(format!("cannot make folder '{}': {error}", out.display())))?;
     Ok(report::write(out, runs, detail)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::with;
+
+    #[test]
+    fn a_run_of_many_parts_has_a_short_name() {
+        let named = |parts: usize| (1..parts).fold("0".to_string(), |names, part| with(&names, &part.to_string()));
+        assert_eq!(
+            [1, 2, 4, 5, 6, 64].map(named),
+            ["0", "0 + 1", "0 + 1 + 2 + 3", "0 + 4 more", "0 + 5 more", "0 + 63 more"]
+        );
+    }
 }

@@ -30,7 +30,8 @@ pub fn tables(records: &[&Record]) -> String {
     }
     shown.sort_by_key(|column| ALL.iter().position(|other| other.heading == column.heading));
     shown.dedup_by_key(|column| column.heading);
-    let words: Vec<String> = shown.iter().map(|column| format!("{}: {}", column.heading, column.words)).collect();
+    let words = shown.iter().map(|column| format!("{}: {}", column.heading, column.words));
+    let words: Vec<String> = words.chain(runs(records).map(|runs| format!("times: {runs}"))).collect();
     format!("{text}\n{}\n", wrapped(&words.join(" · ")))
 }
 
@@ -53,13 +54,26 @@ const ALL: [Column; 11] = [
     Column { heading: "top-1", words: "percent of tokens likeliest with both caches", read: |numbers| &numbers.top1 },
     Column { heading: "kv", words: "bytes live behind the eviction", read: |numbers| &numbers.kv },
     Column { heading: READ, words: "bytes that the last step of an answer reads", read: |numbers| &numbers.kv_read },
-    Column { heading: "first", words: "time to the first token", read: |numbers| &numbers.first },
-    Column { heading: "per token", words: "time of each one behind it", read: |numbers| &numbers.step },
+    Column { heading: OF_TIMES[0], words: "time to the first token", read: |numbers| &numbers.first },
+    Column { heading: OF_TIMES[1], words: "time of each one behind it", read: |numbers| &numbers.step },
 ];
 /// Of a policy that selects what steps read.
 const READ: &str = "read";
 const OF_SCORES: [&str; 3] = ["score", "95%", "vs full"];
 const OF_TEXTS: [&str; 3] = ["perplexity", "99%", "top-1"];
+/// Of cells of which some sample ran alone.
+const OF_TIMES: [&str; 2] = ["first", "per token"];
+
+/// What a reader must know of times of one run, which have no interval; `None` where every cell has more.
+pub fn runs(records: &[&Record]) -> Option<&'static str> {
+    let counts = records.iter().filter_map(|record| Some(record.latency.get("first_token")?.samples_ns.len()));
+    let (single, several): (Vec<usize>, Vec<usize>) = counts.partition(|runs| *runs == 1);
+    match (single.is_empty(), several.is_empty()) {
+        (true, _) => None,
+        (_, true) => Some("of one run each, which tells nothing of how far they are off"),
+        _ => Some("of some cells one run, which tells nothing of how far they are off"),
+    }
+}
 
 /// The columns of a task's table. A text has no score, so that there is room for how its tokens fare.
 fn columns(records: &[&Record]) -> Vec<Column> {
@@ -72,7 +86,12 @@ fn columns(records: &[&Record]) -> Vec<Column> {
             && (answers.kv_bytes_read as f64) < SPARSE * answers.kv_bytes_live as f64
     };
     let selects = records.iter().filter_map(|record| Some((record, answers(record)?))).any(sparse);
-    let shown = |column: &Column| !without.contains(&column.heading) && (column.heading != READ || selects);
+    let is_timed = records.iter().any(|record| record.latency.contains_key("first_token"));
+    let shown = |column: &Column| {
+        !without.contains(&column.heading)
+            && (column.heading != READ || selects)
+            && (!OF_TIMES.contains(&column.heading) || is_timed)
+    };
     ALL.into_iter().filter(shown).collect()
 }
 

@@ -1,5 +1,5 @@
 //! Fewer bits of the weights, fewer bits of keys and values, fewer tokens: which of these, or which together, lose least for
-//! so many bytes, and whether what they lose adds up.
+//! so many bytes. Whether what they lose adds up says [`super::additivity`].
 //!
 //! Losses are divergences from the model as its files have it, with the full cache of plain elements, on the same samples,
 //! so that all are on one scale. Bytes are those of the arena: weights as they are kept, and the whole pages that stay of a
@@ -12,7 +12,6 @@ use super::table::Table;
 use super::text;
 use crate::experiment::answers::Estimate;
 use crate::experiment::weights::OtherWeights;
-use crate::stats::{quantile, unbounded_difference};
 use crate::units;
 
 /// Byte budgets of the table of the cache, as parts of the full cache of plain elements.
@@ -32,18 +31,19 @@ pub struct Spent<'a> {
     pub whole_bytes: f64,
     /// Divergence from the full cache of plain elements.
     pub kl_nats: Estimate,
-    saved: Saved,
+    /// What it saves by.
+    pub saved: Saved,
 }
 
 /// What is saved by.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Saved {
+pub struct Saved {
     /// Fewer bits of the weights than those that losses are from have.
-    weights: bool,
+    pub weights: bool,
     /// Fewer bits of keys and values.
-    format: bool,
+    pub format: bool,
     /// Fewer tokens.
-    policy: bool,
+    pub policy: bool,
 }
 
 impl Spent<'_> {
@@ -109,6 +109,12 @@ pub fn of_whole<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Spent<'a>>> {
     by_question(spent(pools)).into_iter().filter(differ).collect()
 }
 
+/// The same where the bytes of all weights are known: they are not where no sample ran alone.
+pub fn of_whole_bytes<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Spent<'a>>> {
+    let are_known = |of: &Vec<Spent>| of.iter().all(|one| weights_bytes(one.pool) > 0);
+    of_whole(pools).into_iter().filter(are_known).collect()
+}
+
 /// Those of each question, such as of each model: what one loses says nothing of another.
 fn by_question(all: Vec<Spent<'_>>) -> Vec<Vec<Spent<'_>>> {
     let mut questions: Vec<Vec<Spent>> = Vec::new();
@@ -137,7 +143,7 @@ pub fn front<'a>(mut spent: Vec<Spent<'a>>, bytes: fn(&Spent) -> f64) -> Vec<Spe
 
 /// For each budget in bytes what loses least: of the cache a format, a policy, both; of all bytes the weights, the cache, both.
 pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
-    let (of_caches, of_wholes) = (of_cache(pools), of_whole(pools));
+    let (of_caches, of_wholes) = (of_cache(pools), of_whole_bytes(pools));
     let of_cache = |one: &Spent| match one.saved {
         Saved { format: true, policy: true, .. } => "both",
         Saved { format: true, .. } => "format",
@@ -171,8 +177,14 @@ pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
     caches.chain(wholes).filter_map(|least| least.table()).collect()
 }
 
+/// A pool's policy, budget and formats, without what the heading says of the question.
+pub fn choice(pool: &Pool) -> String {
+    let budget = if pool.budget.is_empty() { String::new() } else { format!("@{}", pool.budget) };
+    format!("{}{budget}{}", pool.policy, pool.apart().strip_prefix(&pool.question[..]).unwrap_or(pool.apart()))
+}
+
 /// What sets a question apart, where there are several.
-fn named(spent: &[Spent]) -> String {
+pub fn named(spent: &[Spent]) -> String {
     let words = spent[0].pool.question.trim_start();
     if words.is_empty() { String::new() } else { format!(", {words}") }
 }
@@ -202,13 +214,10 @@ impl Least<'_, '_> {
                 let fitting = self.spent.iter().filter(|one| (self.kind)(one) == kind).filter(fits);
                 let Some(best) = fitting.min_by(|a, b| a.kl_nats.mean.total_cmp(&b.kl_nats.mean)) else { continue };
                 let Spent { pool, kl_nats, .. } = best;
-                let budget = if pool.budget.is_empty() { String::new() } else { format!("@{}", pool.budget) };
-                // The heading says what the question is.
-                let apart = pool.apart().strip_prefix(&pool.question[..]).unwrap_or(pool.apart());
                 rows.push(vec![
                     format!("1/{part}"),
                     kind.into(),
-                    format!("{}{budget}{apart}", pool.policy),
+                    choice(pool),
                     units::bytes(bytes(best) as u64),
                     text::drift(kl_nats.mean),
                     format!("{}–{}", text::drift(kl_nats.ci95_low), text::drift(kl_nats.ci95_high)),
@@ -228,94 +237,16 @@ impl Least<'_, '_> {
     }
 }
 
-/// Whether two savings together lose what both lose alone: a format and a policy, and weights and a cache.
-pub fn findings(pools: &[Pool], protocol: &str) -> Vec<String> {
-    let cell = |one: &Spent| (one.pool.records[0].cell.kv_format, one.pool.policy.to_string(), one.pool.budget.clone());
-    let in_cache = |spent: &[Spent]| {
-        added_up(spent, |one, both| match (one.saved.format, one.saved.policy) {
-            _ if !(both.saved.format && both.saved.policy) => None,
-            (true, false) => (cell(one).0 == cell(both).0).then_some(0),
-            (false, true) => (cell(one).1 == cell(both).1 && cell(one).2 == cell(both).2).then_some(1),
-            _ => None,
-        })
-    };
-    let in_whole = |spent: &[Spent]| {
-        added_up(spent, |one, both| match one.saved {
-            _ if !both.saved.weights || !(both.saved.format || both.saved.policy) => None,
-            Saved { weights: true, format: false, policy: false } => (one.weights() == both.weights()).then_some(0),
-            Saved { weights: false, format, policy } if format || policy => (cell(one) == cell(both)).then_some(1),
-            _ => None,
-        })
-    };
-    let caches = of_cache(pools).into_iter().map(|spent| ("a format and a policy", named(&spent), in_cache(&spent)));
-    let wholes = of_whole(pools)
-        .into_iter()
-        .map(|spent| ("weights in fewer bits and a smaller cache", named(&spent), in_whole(&spent)));
-    let sentences = caches.chain(wholes).filter_map(|(what, of, added)| {
-        let Added { mut ratios, more, less } = added;
-        ratios.sort_by(f64::total_cmp);
-        let (least, most) = (ratios.first()?, ratios.last()?);
-        let beyond = "beyond the 95% interval of the paired samples";
-        Some(match ratios.len() {
-            1 => {
-                let sure = match (more, less) {
-                    (1, _) => format!("more, {beyond}"),
-                    (_, 1) => format!("less, {beyond}"),
-                    _ => "within the 95% interval of the paired samples".into(),
-                };
-                format!("eval{protocol}{of}: {what} together have {least:.2} times the KL that both have alone, added up (1 pair; {sure}).")
-            }
-            pairs => format!(
-                "eval{protocol}{of}: {what} together have {least:.2} to {most:.2} times the KL that both have alone, added up \
-                 (median {:.2}, {pairs} pairs); {beyond} it is more in {more} and less in {less}.",
-                quantile(&ratios, 0.5),
-            ),
-        })
-    });
-    sentences.collect()
-}
-
-/// What is lost together, beside the sum of what is lost alone.
-#[derive(Default)]
-struct Added {
-    /// Together, as parts of the sum.
-    ratios: Vec<f64>,
-    /// Pairs that lose more than the sum, beyond the interval of the paired samples.
-    more: usize,
-    /// Likewise less.
-    less: usize,
-}
-
-/// Every pool whose two parts are there: `part(one, both)` says which part of `both` a pool is.
-fn added_up(spent: &[Spent], part: impl Fn(&Spent, &Spent) -> Option<usize>) -> Added {
-    let mut added = Added::default();
-    for both in spent {
-        let alone = |which| spent.iter().find(|one| part(one, both) == Some(which)).map(|one| one.pool);
-        let Some((first, second)) = alone(0).zip(alone(1)) else { continue };
-        let [together, first, second] = [both.pool, first, second].map(|pool| pool.sample_kl_nats().concat());
-        let parts = first.iter().zip(&second).map(|(first, second)| first + second);
-        let excess: Vec<f64> = together.iter().zip(parts).map(|(both, parts)| both - parts).collect();
-        let sum = |values: &[f64]| values.iter().sum::<f64>();
-        added.ratios.push(sum(&together) / (sum(&first) + sum(&second)));
-        if let Some(difference) = unbounded_difference(&excess) {
-            // Sums of what is the same differ by roundings.
-            let rounding = 1e-9 * sum(&together);
-            added.more += usize::from(difference.low > rounding);
-            added.less += usize::from(difference.high < -rounding);
-        }
-    }
-    added
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::experiment::record::Record;
+    use crate::report::additivity;
     use crate::report::pools::pools;
     use crate::report::samples;
 
     #[test]
-    fn the_least_loss_within_so_many_bytes_is_found_and_losses_are_added_up() {
+    fn the_least_loss_within_so_many_bytes_is_found() {
         let run = samples::formats();
         let records: Vec<&Record> = run.records.iter().collect();
         let (pools, _) = pools(&records);
@@ -331,9 +262,6 @@ mod tests {
         // A quarter of the tokens in plain elements is the least that a policy alone goes to.
         assert_eq!((found("1/8", "policy"), found("1/4", "format").is_some()), (None, true));
         assert_eq!(found("1/8", "format"), None);
-        let [sentence] = &findings(&pools, "")[..] else { panic!("one sentence") };
-        assert!(sentence.contains("1.00 to 1.50 times"), "{sentence}");
-        assert!(sentence.contains("6 pairs") && sentence.contains("it is more in 1 and less in 0"), "{sentence}");
         assert!(is_compared(&pools[0], &pools) && !is_compared(pools.last().unwrap(), &pools));
         // Policies are ranked in one format, and nothing is said of formats where there is one.
         assert!(pools.iter().all(|pool| pool.setting != pools[0].setting || pool.apart() == pools[0].apart()));
@@ -342,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_and_cache_are_added_up_and_only_the_widest_weights_rank_policies() {
+    fn only_the_widest_weights_rank_policies() {
         let run = samples::hybrid();
         let records: Vec<&Record> = run.records.iter().collect();
         let (pools, _) = pools(&records);
@@ -355,10 +283,6 @@ mod tests {
         assert_eq!(found("1/1.5", "weights"), "full weights in q8_0");
         assert_eq!(found("1/3", "weights"), "full weights in q4_0");
         assert_eq!(found("1/3", "both"), "full weights in q4_0 cache in int8");
-        let [cache, whole] = &findings(&pools, "")[..] else { panic!("two sentences") };
-        assert!(cache.contains("a format and a policy") && cache.contains("6 pairs"), "{cache}");
-        // 2 formats of the weights beside 11 caches that are not the full one in plain elements.
-        assert!(whole.contains("1.00 to 1.00 times") && whole.contains("22 pairs"), "{whole}");
         let compared = pools.iter().filter(|pool| is_compared(pool, &pools));
         assert!(compared.clone().count() > 0 && compared.clone().all(|pool| !pool.apart().contains("q8_0")));
     }
@@ -389,9 +313,12 @@ mod tests {
             let own: Vec<_> = all.iter().filter(|(heading, _)| heading.ends_with(&format!(", {name}"))).collect();
             assert_eq!((all.len(), own.len()), (4, expected.len()), "{all:?}");
             assert!(own.iter().zip(&expected).all(|(own, alone)| own.1 == alone.1), "{own:?} {expected:?}");
-            let said: Vec<String> =
-                findings(&both, "").iter().filter(|said| said.contains(name)).map(|said| bare(said)).collect();
-            assert_eq!(said, findings(&alone, ""));
+            let said: Vec<String> = additivity::findings(&both, "")
+                .iter()
+                .filter(|said| said.contains(name))
+                .map(|said| bare(said))
+                .collect();
+            assert_eq!(said, additivity::findings(&alone, ""));
         }
     }
 
@@ -410,7 +337,7 @@ mod tests {
         let records = [in_weights("q4_0", None), in_weights("bf16", Some("models/adapted"))].concat();
         let records: Vec<&Record> = records.iter().collect();
         let (pools, _) = pools(&records);
-        assert!(tables(&pools, "").is_empty() && findings(&pools, "").is_empty());
+        assert!(tables(&pools, "").is_empty() && additivity::findings(&pools, "").is_empty());
         let ranked = crate::report::comparison::ranked(&pools);
         for ranked in &ranked {
             let (own, other): (Vec<_>, Vec<_>) = ranked.iter().partition(|one| one.pool.apart().is_empty());

@@ -9,6 +9,7 @@
 
 use super::ReportError;
 use super::combined;
+use super::noise::LEAST_SAMPLES;
 use super::origin::weights;
 use super::palette;
 use super::pools::Pool;
@@ -21,7 +22,7 @@ use crate::memories::WINDOW_ALONE;
 use crate::stats::{Difference, among_best, difference, holm, least_p, unbounded_difference};
 
 /// Differences with a larger corrected p-value are not marked.
-const SURE: f64 = 0.05;
+pub const SURE: f64 = 0.05;
 
 /// A policy at a budget among the others.
 pub struct Ranked<'a> {
@@ -93,10 +94,9 @@ pub fn ranked<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Ranked<'a>>> {
     questions.into_iter().map(of_question).filter(|ranked| !ranked.is_empty()).collect()
 }
 
-/// The least p-value that so many comparisons of these samples can have, and with how many samples they could tell something, where these
-/// are too few to tell anything, however far policies are from one another.
-fn too_few(ranked: &[Ranked], comparisons: usize) -> Option<(f64, usize)> {
-    let samples = ranked[0].pool.all_samples();
+/// The least p-value that so many comparisons of so many samples can have, and with how many samples they could tell something, where
+/// these are too few to tell anything, however far apart they are.
+pub fn too_few(samples: usize, comparisons: usize) -> Option<(f64, usize)> {
     let least = least_p(samples)? * comparisons as f64;
     (least >= SURE).then(|| {
         let enough = (samples..).find(|&samples| least_p(samples).is_none_or(|p| p * (comparisons as f64) < SURE));
@@ -104,10 +104,17 @@ fn too_few(ranked: &[Ranked], comparisons: usize) -> Option<(f64, usize)> {
     })
 }
 
+/// The same of policies, with at least as many samples as make a finding.
+fn too_few_of(ranked: &[Ranked], comparisons: usize) -> Option<(f64, usize)> {
+    let pool = ranked[0].pool;
+    let (least, enough) = too_few(pool.all_samples(), comparisons)?;
+    Some((least, enough.max(LEAST_SAMPLES * pool.asked_apart())))
+}
+
 /// What a reader must know where so few samples of so many policies cannot set any two apart.
 fn floor_of_p(ranked: &[Ranked]) -> Option<String> {
     let pairs = ranked.len() * (ranked.len() - 1) / 2;
-    let (least, enough) = too_few(ranked, pairs)?;
+    let (least, enough) = too_few_of(ranked, pairs)?;
     Some(format!(
         "{} samples of {} policies set no two apart: the least p of {pairs} pairs is {least:.2}; {enough} samples could",
         ranked[0].pool.all_samples(),
@@ -117,7 +124,7 @@ fn floor_of_p(ranked: &[Ranked]) -> Option<String> {
 
 /// With how many samples something could be said of which policy is the best, where these are too few.
 pub fn enough_for_a_best(ranked: &[Ranked]) -> Option<usize> {
-    too_few(ranked, ranked.len() - 1).map(|(_, enough)| enough)
+    too_few_of(ranked, ranked.len() - 1).map(|(_, enough)| enough)
 }
 
 /// Every pair of a budget's policies, the better one first.
@@ -275,7 +282,7 @@ pub fn csv(of_protocols: &[(Protocol, Vec<Pool>)]) -> Result<Option<String>, Rep
 }
 
 /// A number of a table of thousands of pairs: six digits are more than any sample tells.
-fn rounded(number: f64) -> String {
+pub fn rounded(number: f64) -> String {
     format!("{number:.5e}").parse::<f64>().map_or_else(|_| number.to_string(), |number| number.to_string())
 }
 

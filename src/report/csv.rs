@@ -4,7 +4,11 @@ use super::ReportError;
 use super::chart::{Chart, Point, Series};
 use super::heat::{Across, Heat};
 use super::rows::Rows;
-use crate::experiment::record::Status;
+use crate::experiment::cell::Cell;
+use crate::experiment::record::{Record, Status};
+
+/// A column that says of a point's cell what neither an axis nor the name of its series does.
+pub type Told = (&'static str, fn(&Cell) -> String);
 
 /// The points of `chart` as CSV.
 ///
@@ -15,11 +19,21 @@ use crate::experiment::record::Status;
 /// # Errors
 /// [`ReportError::Csv`] when a line cannot be written.
 pub fn write(chart: &Chart) -> Result<String, ReportError> {
+    with_cells(chart, &[], &[])
+}
+
+/// The same with columns about the cells of the points, which are among `records`, before `cells`. Those of one point agree in them.
+///
+/// # Errors
+/// As [`write`].
+pub fn with_cells(chart: &Chart, told: &[Told], records: &[&Record]) -> Result<String, ReportError> {
     let mut table = csv::Writer::from_writer(Vec::new());
-    table.write_record(header(chart))?;
+    table.write_record(header(chart, told))?;
     for series in &chart.series {
         for point in &series.points {
-            table.write_record(line(chart, series, point))?;
+            let record = records.iter().find(|record| point.cell_ids.first() == Some(&record.cell_id));
+            let about = told.iter().map(|(_, read)| record.map_or(String::new(), |record| read(&record.cell)));
+            table.write_record(line(chart, series, point, about))?;
         }
     }
     text(table)
@@ -43,8 +57,8 @@ pub fn rows(rows: &Rows) -> Result<String, ReportError> {
     text(table)
 }
 
-/// The fields of heat maps as CSV: `series`, `status`, `row`, `bin`, `head` or `context_tokens`, the value's field, `cells` and
-/// `cell_ids`; `missing` without a value where nothing is known.
+/// The fields of heat maps as CSV: `series`, `status`, `row`, `bin`, `head` or `context_tokens`, the value's field, `samples` where it is
+/// a mean over some, `cells` and `cell_ids`; `missing` without a value where nothing is known.
 ///
 /// # Errors
 /// [`ReportError::Csv`] when a line cannot be written.
@@ -55,20 +69,24 @@ pub fn heat(heat: &Heat) -> Result<String, ReportError> {
         Across::Positions(_) => "bin",
         Across::Contexts(_) => "context_tokens",
     };
-    table.write_record(["series", "status", "row", across, heat.field, "cells", "cell_ids"])?;
+    let samples = heat.panels.iter().any(|panel| !panel.samples.is_empty()).then_some("samples");
+    let names = ["series", "status", "row", across, heat.field].into_iter().chain(samples);
+    table.write_record(names.chain(["cells", "cell_ids"]))?;
     for panel in &heat.panels {
-        for ((name, values), cells) in panel.rows.iter().zip(&panel.cell_ids) {
-            for (place, (value, cells)) in values.iter().zip(cells).enumerate() {
+        for (row, ((name, values), cells)) in panel.rows.iter().zip(&panel.cell_ids).enumerate() {
+            for (at, (value, cells)) in values.iter().zip(cells).enumerate() {
                 let place = match &heat.across {
-                    Across::Contexts(contexts) => contexts[place],
-                    _ => place,
+                    Across::Contexts(contexts) => contexts[at],
+                    _ => at,
                 };
-                let (place, count) = (place.to_string(), cells.len().to_string());
                 let (status, value) = match value.is_nan() {
                     true => ("missing", String::new()),
                     false => ("ok", value.to_string()),
                 };
-                table.write_record([panel.name.as_str(), status, name, &place, &value, &count, &cells.join(" ")])?;
+                let count = panel.samples.get(row).map(|of_row| of_row[at].to_string());
+                let fields = [panel.name.clone(), status.into(), name.clone(), place.to_string(), value];
+                let fields = fields.into_iter().chain(count);
+                table.write_record(fields.chain([cells.len().to_string(), cells.join(" ")]))?;
             }
         }
     }
@@ -81,14 +99,16 @@ pub(super) fn text(table: csv::Writer<Vec<u8>>) -> Result<String, ReportError> {
     Ok(String::from_utf8(bytes).expect("every field is text"))
 }
 
-fn header(chart: &Chart) -> Vec<&str> {
+fn header<'c>(chart: &'c Chart, told: &[Told]) -> Vec<&'c str> {
     let mut names = vec!["series", "status", chart.x.field, chart.y.field];
     names.extend(chart.model_field);
-    names.extend([chart.interval_fields.0, chart.interval_fields.1, "interval", "cells", "cell_ids"]);
+    names.extend([chart.interval_fields.0, chart.interval_fields.1, "interval"]);
+    names.extend(told.iter().map(|(name, _)| *name));
+    names.extend(["cells", "cell_ids"]);
     names
 }
 
-fn line(chart: &Chart, series: &Series, point: &Point) -> Vec<String> {
+fn line(chart: &Chart, series: &Series, point: &Point, about: impl Iterator<Item = String>) -> Vec<String> {
     let number = |value: Option<f64>| value.map(|value| value.to_string()).unwrap_or_default();
     let status = if point.status == Status::Oom { "oom" } else { "ok" };
     let mut fields = vec![series.name.clone(), status.into(), number(Some(point.x)), number(point.y)];
@@ -98,6 +118,7 @@ fn line(chart: &Chart, series: &Series, point: &Point) -> Vec<String> {
         number(point.interval.map(|interval| interval.high)),
     ]);
     fields.push(point.interval.map_or("", |interval| interval.kind).into());
+    fields.extend(about);
     fields.extend([point.cell_ids.len().to_string(), point.cell_ids.join(" ")]);
     fields
 }

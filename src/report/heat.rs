@@ -54,12 +54,14 @@ pub struct Panel {
     pub rows: Vec<(String, Vec<f64>)>,
     /// The cells behind each field, row by row.
     pub cell_ids: Vec<Vec<Vec<String>>>,
+    /// Samples behind each field, row by row; empty where a field is not a mean over samples.
+    pub samples: Vec<Vec<usize>>,
 }
 
 impl Panel {
     /// One that is drawn of one cell.
     pub fn of_cell(name: String, rows: Vec<(String, Vec<f64>)>, cell_id: &str) -> Self {
         let cell_ids = rows.iter().map(|(_, values)| vec![vec![cell_id.into()]; values.len()]).collect();
-        Panel { name, rows, cell_ids }
+        Panel { name, rows, cell_ids, samples: Vec::new() }
     }
 }

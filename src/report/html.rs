@@ -103,9 +103,10 @@ fn section(run: &Run, figures: &[Figure]) -> Value {
         cells => of_measures.flat_map(rows).collect::<Vec<_>>(),
         simulations => serving::rows(&simulated),
         recalls => recall::rows(&recalled),
-        has_comparisons => matches!(leaderboard::comparisons(&records), Ok(Some(_))),
+        beside => leaderboard::beside(&records).unwrap_or_default().iter().map(|(table, _)| context! { name => table.name, words => table.words }).collect::<Vec<_>>(),
         rankings => leaderboard::tables(&evaluated).iter().chain(&edits::tables(&edited)).chain(&knobs::tables(&records)).map(Table::value).collect::<Vec<_>>(),
         evaluations => answers::rows(&evaluated),
+        runs => answers::runs(&evaluated),
         common => answers::common(&evaluated),
         has_seeds => evaluated.iter().any(|record| record.cell.seed != evaluated[0].cell.seed),
         troubles => without_numbers.map(|record| trouble(record)).collect::<Vec<_>>(),
@@ -142,6 +143,8 @@ fn row(record: &Record, records: &[&Record], naming: &Naming, is_unequal: bool) 
     let ok = Some(record).filter(|record| record.status == Status::Ok);
     let phase = ok.and_then(text::main_phase);
     let eviction = ok.and_then(|record| record.eviction.as_ref());
+    let decoded = ok.filter(|_| cell.measure == Measure::DECODE);
+    let kv_bytes = eviction.map(|eviction| eviction.kv_bytes_live).or(decoded.and_then(text::kv_bytes));
     context! {
         cell_id => &record.cell_id,
         status => status(record.status),
@@ -154,7 +157,7 @@ fn row(record: &Record, records: &[&Record], naming: &Naming, is_unequal: bool) 
         policy => cell.chosen().or(cell.tuning.as_deref()).unwrap_or(NOTHING),
         budget => cell.budget.as_deref().unwrap_or(NOTHING),
         peak => text::peak(record),
-        kv => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_live))),
+        kv => or_nothing(kv_bytes.map(units::bytes)),
         read => or_nothing(eviction.map(|eviction| units::bytes(eviction.kv_bytes_read))),
         median => or_nothing(phase.map(|phase| units::nanoseconds(phase.median_ns))),
         is_unequal,

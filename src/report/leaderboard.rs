@@ -2,6 +2,7 @@
 //! it, and what may be said of them in a sentence.
 
 use super::ReportError;
+use super::additivity;
 use super::combined;
 use super::comparison::{self, Pair, Ranked};
 use super::naming::{SEED, TASK};
@@ -27,14 +28,37 @@ fn by_protocol<'a>(records: &[&'a Record]) -> Vec<Vec<&'a Record>> {
     groups.map(of).filter(|records| !records.is_empty()).collect()
 }
 
-/// Every pair of policies of each protocol and budget as CSV; `None` where nothing is compared.
+/// The lines of each protocol's pools as CSV; `None` without any. Fails when one cannot be written.
+type Lines = fn(&[(Protocol, Vec<Pool>)]) -> Result<Option<String>, ReportError>;
+
+/// A table of many lines that lies beside the figures.
+pub struct Beside {
+    /// Name of its file.
+    pub name: &'static str,
+    /// What its lines are.
+    pub words: &'static str,
+    lines: Lines,
+}
+
+const BESIDE: [Beside; 2] = [
+    Beside { name: "comparisons.csv", words: "All pairs of policies with their p-values", lines: comparison::csv },
+    Beside {
+        name: additivity::FILE,
+        words: "What is lost together, beside the sum of what is lost alone",
+        lines: additivity::csv,
+    },
+];
+
+/// The tables beside the figures that these records fill, as CSV.
 ///
 /// # Errors
 /// [`ReportError::Csv`] when a line cannot be written.
-pub fn comparisons(records: &[&Record]) -> Result<Option<String>, ReportError> {
+pub fn beside(records: &[&Record]) -> Result<Vec<(Beside, String)>, ReportError> {
     let of_protocols = by_protocol(records);
     let of_protocols = of_protocols.iter().map(|records| (records[0].cell.protocol(), pools(records).0));
-    comparison::csv(&of_protocols.collect::<Vec<_>>())
+    let of_protocols: Vec<(Protocol, Vec<Pool>)> = of_protocols.collect();
+    let filled = BESIDE.into_iter().map(|table| Ok((table.lines)(&of_protocols)?.map(|csv| (table, csv))));
+    filled.filter_map(Result::transpose).collect()
 }
 
 /// What a heading says of the protocol of its cells.
@@ -59,7 +83,7 @@ fn of_protocol(records: &[&Record]) -> Vec<Table> {
         rows: if pools.is_empty() { Vec::new() } else { leaderboard(&pools, scored) },
         notes: tight.into_iter().chain(unranked(records)).chain(left_out(records)).collect(),
     };
-    let combined = combined::tables(&pools, &protocol);
+    let combined = combined::tables(&pools, &protocol).into_iter().chain(additivity::tables(&pools, &protocol));
     std::iter::once(board).chain(combined).chain(comparison::tables(&pools, &protocol)).collect()
 }
 
@@ -141,7 +165,7 @@ pub fn findings(records: &[&Record]) -> Vec<String> {
         let compared = |ranked: &Vec<Ranked>| combined::is_compared(ranked[0].pool, &pools);
         let best = comparison::ranked(&pools).into_iter().filter(compared).filter_map(sentence);
         let left_out = left_out(records).map(|words| format!("eval{protocol}: {words}."));
-        best.chain(combined::findings(&pools, &protocol)).chain(left_out).collect::<Vec<_>>()
+        best.chain(additivity::findings(&pools, &protocol)).chain(left_out).collect::<Vec<_>>()
     };
     by_protocol(records).iter().flat_map(of_protocol).collect()
 }
@@ -162,15 +186,26 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
     let pairs = comparison::with_first(budget);
     let with_first = |at: usize| pairs.iter().find(|pair| pair.of == [0, at]);
     let rivals: Vec<usize> = (1..budget.len()).filter(|&at| !with_first(at).is_some_and(Pair::is_sure)).collect();
-    let what = if let Some(enough) = comparison::enough_for_a_best(budget) {
+    let what = if budget.len() == 1 {
+        named(0)
+    } else if let Some(enough) = comparison::enough_for_a_best(budget) {
         format!(
             "undecided: {} samples set none of {} policies apart from {}, and {enough} could",
             first.pool.all_samples(),
             budget.len(),
             named(0)
         )
-    } else if samples < noise::LEAST_SAMPLES || !rivals.is_empty() {
+    } else if !rivals.is_empty() {
         noise::undecided(std::iter::once(0).chain(rivals).map(named).collect(), samples)
+    } else if samples < noise::LEAST_SAMPLES {
+        let others = if budget.len() == 2 { "the other".into() } else { format!("all {} others", budget.len() - 1) };
+        format!(
+            "{} is apart from {others}, but {}{} are too few for a finding ({} make one)",
+            named(0),
+            units::counted(samples as u64, "sample"),
+            if first.pool.asked_apart() > 1 { " of each" } else { "" },
+            noise::LEAST_SAMPLES
+        )
     } else {
         let next = with_first(1).map(|Pair { difference, .. }| {
             let number = |value: f64| if is_scored { format!("{:.0}", 100.0 * value) } else { text::drift(value) };
@@ -178,10 +213,7 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
             let unit = if is_scored { "points" } else { "nats" };
             format!(", {mean} {unit} (95% {low} to {high}, paired) before {}", named(1))
         });
-        match budget.len() {
-            1 => named(0),
-            several => format!("{} is the best of {several}{}", named(0), next.unwrap_or_default()),
-        }
+        format!("{} is the best of {}{}", named(0), budget.len(), next.unwrap_or_default())
     };
     let is_full = |pool: &&Pool| palette::is_baseline(pool.policy) && pool.setting == first.pool.setting;
     let full = pools.iter().find(is_full).and_then(Pool::score).map(|full| ("full cache", full.mean));

@@ -5,6 +5,7 @@
 //! another: `figures` reads records and makes a `chart::Chart`, a `rows::Rows` or a `heat::Heat`, `draw` makes SVG of it,
 //! `csv` a table, `html` a page. Adding a figure is one file and one line in `figures::FIGURES` or `figures::PANELS`.
 
+mod additivity;
 pub mod anatomy;
 mod answers;
 mod bars;
@@ -153,9 +154,9 @@ struct Figure {
     stem: String,
 }
 
-/// Writes `plots/*.svg`, `plots/*.csv` (`comparisons.csv` where models were evaluated), `summary.md` and `report.html` into
-/// `folder`; the figures of the second and further `runs` go to `plots/<run_id>/`. Every file is written under a temporary name and then renamed, so that a
-/// reader never sees half of one.
+/// Writes `plots/*.svg`, `plots/*.csv` (`comparisons.csv` and `additivity.csv` where models were evaluated), `summary.md` and
+/// `report.html` into `folder`; the figures of the second and further `runs` go to `plots/<run_id>/`. Every file is written under a
+/// temporary name and then renamed, so that a reader never sees half of one.
 ///
 /// # Errors
 /// [`ReportError`] when there is no run or no record in any, or when something cannot be drawn or written.
@@ -175,8 +176,8 @@ pub fn write(folder: &Path, runs: &[Run], detail: Detail) -> Result<Drawn, Repor
         drawn.figures.push(path);
     }
     for ((run, _), plots) in sections.iter().zip(plot_folders(runs)) {
-        if let Some(table) = leaderboard::comparisons(&latest(&run.records))? {
-            files::replace(&folder.join(plots).join("comparisons.csv"), &table)?;
+        for (table, csv) in leaderboard::beside(&latest(&run.records))? {
+            files::replace(&folder.join(&plots).join(table.name), &csv)?;
         }
     }
     files::replace(&drawn.summary, &html::summary(&sections))?;
@@ -198,7 +199,7 @@ fn draw_all(run: &Run, plots: &str, detail: Detail) -> Result<Vec<Figure>, Repor
     let draw = |mut picture: Picture| {
         notes::add(&mut picture, &records, run.is_synthetic);
         let (svg, table) = match &picture {
-            Picture::Curves(chart) => (draw::svg(chart), csv::write(chart)),
+            Picture::Curves(chart) => (draw::svg(chart), csv::with_cells(chart, figures::told(&chart.id), &records)),
             Picture::Rows(rows) => (draw::rows(rows), csv::rows(rows)),
             Picture::Heat(heat) => (draw::heat(heat), csv::heat(heat)),
             Picture::Bars(bars) => (draw::bars::svg(bars), bars.csv()),
@@ -223,7 +224,8 @@ fn plot_folders(runs: &[Run]) -> Vec<String> {
     for run in runs {
         // A run id comes from a file: it must not lead out of the folder.
         let plain = |letter: char| if letter.is_ascii_alphanumeric() || "-_.".contains(letter) { letter } else { '-' };
-        let id: String = run.run_id.chars().map(plain).collect();
+        // One that was put together of shards has the name of the first.
+        let id: String = run.run_id.split(' ').next().unwrap_or_default().chars().map(plain).collect();
         let base = if folders.is_empty() { "plots".into() } else { format!("plots/{}", id.trim_start_matches('.')) };
         let numbered = (1..).map(|count| if count == 1 { base.clone() } else { format!("{base}-{count}") });
         let free = numbered.into_iter().find(|folder| !folders.contains(folder) && !folder.ends_with('/'));

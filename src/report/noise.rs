@@ -49,14 +49,15 @@ impl Measured {
         self.count.min(other.count) >= LEAST_SAMPLES && (self.high < other.low || other.high < self.low)
     }
 
-    /// Name, value and interval; where it is a range, of how many samples.
+    /// Name, value and interval; where it is a range, of how many samples. One sample has neither.
     pub fn words(&self, write: impl Fn(f64) -> String) -> String {
         let Measured { name, value, low, high, count, is_range } = self;
-        let sure = match is_range {
-            true => format!("{}:", units::counted(*count as u64, "sample")),
-            false => "95%".into(),
-        };
-        format!("`{name}` ({}, {sure} {} to {})", write(*value), write(*low), write(*high))
+        let (value, ends) = (write(*value), format!("{} to {}", write(*low), write(*high)));
+        match (is_range, count) {
+            (true, 1) => format!("`{name}` ({value}, 1 sample)"),
+            (true, count) => format!("`{name}` ({value}, {count} samples: {ends})"),
+            (false, _) => format!("`{name}` ({value}, 95% {ends})"),
+        }
     }
 }
 
@@ -82,15 +83,14 @@ pub fn listed(names: Vec<String>) -> String {
     }
 }
 
-/// What is said instead of a winner among `rivals`, of which the weakest has `samples`.
+/// What is said instead of a winner among two `rivals` or more, of which the weakest has `samples`.
 pub fn undecided(rivals: Vec<String>, samples: usize) -> String {
     let few = if samples < LEAST_SAMPLES {
         format!(" with {} ({LEAST_SAMPLES} make a finding)", units::counted(samples as u64, "sample"))
     } else {
         String::new()
     };
-    let between = if rivals.len() > 1 { " between" } else { "," };
-    format!("undecided{few}{between} {}", listed(rivals))
+    format!("undecided{few} between {}", listed(rivals))
 }
 
 /// What a reader must know of the intervals of all `records`.

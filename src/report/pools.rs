@@ -250,6 +250,11 @@ impl Pool<'_> {
         if self.is_scored() { of_tasks.min().unwrap_or(0) } else { self.all_samples() }
     }
 
+    /// How many lists of samples each have to be long enough: one of each task and seed, or one of all texts.
+    pub fn asked_apart(&self) -> usize {
+        if self.is_scored() { self.records.len() } else { 1 }
+    }
+
     /// Divergence of every sample, by task or text.
     pub fn sample_kl_nats(&self) -> Vec<Vec<f64>> {
         self.independent(|answers| &answers.sample_kl_nats)

@@ -19,6 +19,10 @@ use std::collections::BTreeMap;
 /// The rows of a table, and what its columns are.
 type Explained = (Vec<Vec<String>>, &'static str);
 
+/// What is held while a decode step is measured.
+const HELD: &str = "kv: the cache, which a step reads · peak: with the step's memory and the inputs, which are there throughout: queries \
+                    of the whole context, and keys and values as tensors";
+
 /// A column: its heading, and what stands in it.
 type Column<'a> = (&'static str, Box<dyn Fn(&Record) -> String + 'a>);
 
@@ -74,14 +78,16 @@ fn table(records: &[&Record]) -> String {
     } else if measure == Measure::RANKS {
         rank_columns(&naming, records)
     } else {
-        kernel_columns(&naming, records)
+        kernel_columns(&naming, records, measure)
     };
     let headings = columns.iter().map(|(heading, _)| heading.to_string()).collect();
     let row = |record: &&Record| columns.iter().map(|(_, content)| content(record)).collect();
     let rows: Vec<Vec<String>> = std::iter::once(headings).chain(records.iter().map(row)).collect();
     let context = records.iter().filter_map(|record| record.memory.as_ref()?.context_bytes).max();
     let beside = context.map(|bytes| format!("\nBeside each peak the GPU's context takes {}.\n", units::bytes(bytes)));
-    format!("### {}\n\n{}\n\n{}{}", measure.name(), wrapped(&naming.common), lines(rows), beside.unwrap_or_default())
+    let held = if measure == Measure::DECODE { format!("\n{}\n", wrapped(HELD)) } else { String::new() };
+    let (common, beside) = (wrapped(&naming.common), beside.unwrap_or_default());
+    format!("### {}\n\n{common}\n\n{}{held}{beside}", measure.name(), lines(rows))
 }
 
 /// Two tables for each comparison, each table with what its columns are.
@@ -121,12 +127,15 @@ fn warnings(records: &[&Record]) -> String {
     cells.into_iter().map(one).collect()
 }
 
-fn kernel_columns<'a>(naming: &'a Naming, records: &'a [&Record]) -> Vec<Column<'a>> {
+fn kernel_columns<'a>(naming: &'a Naming, records: &'a [&Record], measure: Measure) -> Vec<Column<'a>> {
     let mut columns: Vec<Column> = vec![
         ("context", Box::new(|record| units::tokens(record.cell.context_tokens))),
         ("kernel", Box::new(|record| marked(record, format!("{}{}", record.cell.kernel, naming.apart(record))))),
-        ("peak", Box::new(text::peak)),
     ];
+    if measure == Measure::DECODE {
+        columns.push(measured("kv", |record| text::kv_bytes(record).map(units::bytes)));
+    }
+    columns.push(("peak", Box::new(text::peak)));
     columns.extend(time_and_drift("median"));
     columns.push(("vs naive", Box::new(|record| speed_up(record, records))));
     columns

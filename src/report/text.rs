@@ -1,6 +1,7 @@
 //! Numbers as the tables show them.
 
 use crate::experiment::record::{Latency, Record, Status};
+use crate::memory::Label;
 use crate::units;
 
 /// What a table shows where a cell has no such number.
@@ -63,6 +64,15 @@ pub fn times(ratio: f64) -> String {
 /// The phase that a cell is measured for: decoding where something is evicted, the pass itself elsewhere.
 pub fn main_phase(record: &Record) -> Option<&Latency> {
     record.latency.get(record.cell.measure.phase())
+}
+
+/// Bytes of the pages with keys and values: as the arena counted them, else as a decode step read them.
+pub fn kv_bytes(record: &Record) -> Option<u64> {
+    let counted = record.memory.as_ref().and_then(|memory| {
+        let peak = |label| memory.peak_by_label.get(&label).copied();
+        Some(peak(Label::Kv)? + peak(Label::KvFragmentation).unwrap_or(0))
+    });
+    counted.or(record.work.as_ref().map(|work| work.kv_bytes_read)).filter(|bytes| *bytes > 0)
 }
 
 /// The peak that was measured, or that was predicted for a cell that ran out of memory, with a tilde.

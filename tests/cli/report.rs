@@ -55,3 +55,31 @@ fn a_run_in_two_sections_is_whole_and_is_compared_with_another() {
     let (code, _, said) = kvsieve(folder, &["report", &one, &two, "--out", "both", "--check"]);
     assert!(code == Some(1) && said.contains("1 cell of the first run missing in the second"), "{said}");
 }
+
+#[test]
+fn shards_are_one_run_that_is_compared_with_the_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let experiment = "name = \"x\"\n[timing]\nmax_rounds = 3\n[[grid]]\nmeasure = \"forward\"\nheads = \"2/1\"\n\
+                      head_dim = 32\ncontext_tokens = [64, 128, 192]\nkernel = \"tiled\"\n";
+    std::fs::write(folder.join("x.toml"), experiment).unwrap();
+    for (out, shard) in [("full", None), ("first", Some("1/2")), ("second", Some("2/2"))] {
+        let shard = shard.map_or(Vec::new(), |shard| vec!["--shard", shard]);
+        let run = [vec!["run", "x.toml", "--out", out, "--threads", "1"], shard].concat();
+        assert_eq!(kvsieve(folder, &run).0, Some(0));
+    }
+    let [full, first, second] = ["full", "first", "second"].map(|out| only(folder, out));
+    // Whichever stands first, and wherever the whole stands among the shards.
+    for folders in [[&full, &first, &second], [&first, &second, &full], [&first, &full, &second]] {
+        let arguments = [&["report"], &folders.map(String::as_str)[..], &["--out", "both", "--check"]].concat();
+        let (code, said, warned) = kvsieve(folder, &arguments);
+        assert!(code == Some(0) && said.contains("3 cells in both\n"), "{said}{warned}");
+        let summary = std::fs::read_to_string(folder.join("both/summary.md")).unwrap();
+        let ids = [&first, &second].map(|folder| folder.rsplit('/').next().unwrap());
+        assert!(summary.contains(&format!("Run `{} + {}`: 3 cells: ", ids[0], ids[1])), "{summary}");
+    }
+    for (folders, found) in [(vec![&first[..], &second], "these folders are of 1 run"), (vec![&full[..]], "of 1 run")] {
+        let (code, _, said) = kvsieve(folder, &[&["report"], &folders[..], &["--check"]].concat());
+        assert!(code == Some(2) && said.contains("--check compares two runs") && said.contains(found), "{said}");
+    }
+}

@@ -8,6 +8,9 @@ use crate::report::combined::{Spent, front, of_cache};
 use crate::report::pools::{Pool, all_pools};
 use std::collections::BTreeMap;
 
+/// Name of the figure.
+pub const ID: &str = "kl-vs-bits-and-tokens";
+
 /// Each policy's Pareto front over formats and budgets.
 pub fn chart(data: &Data) -> Option<Chart> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
@@ -33,13 +36,12 @@ pub fn chart(data: &Data) -> Option<Chart> {
     });
     let series: Vec<Series> = series.collect();
     (!series.is_empty()).then(|| Chart {
-        id: "kl-vs-bits-and-tokens".into(),
+        id: ID.into(),
         title: "Fewer bits, fewer tokens: divergence of the next token against KV bytes".into(),
         subtitle,
         caption: "Each line is a policy in the formats of keys and values that serve it best (its Pareto front): no \
                   other of its cells loses less with as few bytes. The full cache evicts nothing, and has formats alone. The \
-                  band is the 95% interval over samples; which format a point has stands in the CSV's cells and in \
-                  the table."
+                  band is the 95% interval over samples; the CSV has each point's format and budget."
             .into(),
         x: Axis {
             label: "live KV bytes for each token of context".into(),

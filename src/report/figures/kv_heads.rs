@@ -3,9 +3,9 @@
 use super::{Data, Reading, band};
 use crate::experiment::measure::Measure;
 use crate::experiment::record::{Record, Status};
-use crate::memory::Label;
 use crate::report::chart::{Axis, Chart, Quantity, Series};
 use crate::report::naming::{CONTEXT, Naming, Q_HEADS};
+use crate::report::text::kv_bytes;
 
 /// Keys and values of one token, in bytes.
 pub fn bytes_per_token(data: &Data) -> Option<Chart> {
@@ -83,13 +83,4 @@ fn comparable<'a>(data: &Data<'a>, measure: Measure, usable: impl Fn(&Record) ->
     let longest = records.iter().map(|record| record.cell.context_tokens).max();
     records.retain(|record| Some(record.cell.context_tokens) == longest);
     records
-}
-
-/// Bytes of the pages with keys and values: as the arena counted them, else as a decode step read them.
-fn kv_bytes(record: &Record) -> Option<u64> {
-    let counted = record.memory.as_ref().and_then(|memory| {
-        let peak = |label| memory.peak_by_label.get(&label).copied();
-        Some(peak(Label::Kv)? + peak(Label::KvFragmentation).unwrap_or(0))
-    });
-    counted.or(record.work.as_ref().map(|work| work.kv_bytes_read)).filter(|bytes| *bytes > 0)
 }

@@ -49,6 +49,7 @@ pub mod example;
 use super::Detail;
 use super::bars::Bars;
 use super::chart::{Axis, Chart, Interval, Point, Quantity, Series};
+use super::csv::Told;
 use super::heat::Heat;
 use super::knobs;
 use super::naming::{BUDGET, CONTEXT, HEADS, KERNEL, Naming};
@@ -131,6 +132,18 @@ pub const PANELS: &[fn(&Data) -> Option<Picture>] = &[
     |data| zero::bars(data).map(Picture::Bars),
     |data| tuning::bars(data).map(Picture::Bars),
 ];
+
+/// What the table behind a figure says of the cell of each point: of fronts, which are made of cells of many formats.
+pub fn told(id: &str) -> &'static [Told] {
+    const FORMAT: Told = ("format", |cell| cell.kv_format().to_string());
+    const POLICY: Told = ("policy", |cell| cell.policy.clone().unwrap_or_default());
+    const BUDGET: Told = ("budget", |cell| cell.budget.clone().unwrap_or_default());
+    match id {
+        formats_and_tokens::ID => &[FORMAT, BUDGET],
+        weights_and_cache::ID => &[FORMAT, POLICY, BUDGET],
+        _ => &[],
+    }
+}
 
 /// A figure of any form.
 pub enum Picture {
@@ -343,10 +356,11 @@ impl Reading {
         Reading { x, y: Some(y), interval, model: None }
     }
 
-    /// The median of a phase, with its interval.
+    /// The median of a phase, with its interval; of one sample nobody knows any.
     pub fn latency(x: f64, latency: &Latency) -> Reading {
         let interval = Interval { low: latency.ci95_low_ns, high: latency.ci95_high_ns, kind: interval_of(&[latency]) };
-        Reading { interval: Some(interval), ..Reading::measured(x, latency.median_ns, None) }
+        let interval = Some(interval).filter(|_| latency.samples_ns.len() > 1);
+        Reading { interval, ..Reading::measured(x, latency.median_ns, None) }
     }
 
     fn is_finite(&self) -> bool {
@@ -363,7 +377,7 @@ fn interval_of(phases: &[&Latency]) -> &'static str {
 
 /// The same in words.
 fn band() -> String {
-    format!("the band is the 95% interval, of fewer than {LEAST_FOR_INTERVAL} samples their range")
+    format!("the band is the 95% interval, of fewer than {LEAST_FOR_INTERVAL} samples their range, of one none")
 }
 
 /// Median drift of a record, with its interval, at `x`.

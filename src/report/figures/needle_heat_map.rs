@@ -5,12 +5,13 @@ use crate::experiment::measure::Measure;
 use crate::experiment::record::Record;
 use crate::report::answers::by_length;
 use crate::report::heat::{Across, Heat, Panel};
+use crate::units;
 use std::collections::BTreeSet;
 
 /// Rows where depths are drawn at random.
 const ROWS: usize = 5;
 
-/// The figure; `None` with fewer than two lengths or two depths.
+/// The figure; `None` with fewer than two lengths, or with needles in fewer than two rows.
 pub fn heat(data: &Data) -> Option<Picture> {
     let mut records = data.of(Measure::EVAL);
     records.retain(|record| record.answers.as_ref().is_some_and(|answers| !answers.sample_depths.is_empty()));
@@ -19,37 +20,50 @@ pub fn heat(data: &Data) -> Option<Picture> {
     contexts.sort_unstable();
     contexts.dedup();
     let rows = rows(&records);
-    if contexts.len() < 2 || rows.len() < 2 {
+    let panel = |(name, records): (String, Vec<&Record>)| {
+        let mut panel = Panel { name, rows: Vec::new(), cell_ids: Vec::new(), samples: Vec::new() };
+        for row in &rows {
+            let fields: Vec<Field> = contexts.iter().map(|&context| row.field(&records, context)).collect();
+            panel.rows.push((row.name(), fields.iter().map(|field| field.score).collect()));
+            panel.samples.push(fields.iter().map(|field| field.samples).collect());
+            panel.cell_ids.push(fields.into_iter().map(|field| field.cell_ids).collect());
+        }
+        panel
+    };
+    let panels: Vec<Panel> = maps.into_iter().map(panel).collect();
+    let has_needles = |row: &usize| panels.iter().any(|panel| panel.samples[*row].iter().any(|count| *count > 0));
+    if contexts.len() < 2 || (0..rows.len()).filter(has_needles).count() < 2 {
         return None;
     }
-    let panel = |(name, records): (String, Vec<&Record>)| {
-        let of_row = |row: &Row| contexts.iter().map(|&context| row.field(&records, context)).unzip();
-        let (values, cell_ids): (Vec<Vec<f64>>, _) = rows.iter().map(of_row).unzip();
-        Panel { name, rows: rows.iter().map(Row::name).zip(values).collect(), cell_ids }
+    let counts = || panels.iter().flat_map(|panel| panel.samples.iter().flatten()).copied().filter(|count| *count > 0);
+    let samples = match (counts().min()?, counts().max()?) {
+        (least, most) if least == most => units::counted(most as u64, "sample"),
+        (least, most) => format!("{least} to {most} samples"),
     };
-    let mut panels: Vec<Panel> = maps.into_iter().map(panel).collect();
-    let says_something =
-        |row: usize, panels: &[Panel]| panels.iter().any(|panel| panel.rows[row].1.iter().any(|value| !value.is_nan()));
-    let kept: Vec<bool> = (0..rows.len()).map(|row| says_something(row, &panels)).collect();
-    for panel in &mut panels {
-        let [mut keep, mut keep_ids] = [kept.iter(), kept.iter()];
-        panel.rows.retain(|_| *keep.next().unwrap_or(&false));
-        panel.cell_ids.retain(|_| *keep_ids.next().unwrap_or(&false));
-    }
     Some(Picture::Heat(Heat {
         id: "needle-heat-map".into(),
         title: "Needles found, by depth and length of the context".into(),
         subtitle: common,
-        caption:
-            "Mean score of the samples whose needle lies at this depth (0 % is the beginning of the context), for \
-                  each length; grey where there is none. Where there are several budgets, it is the middle one."
-                .into(),
+        caption: format!(
+            "Mean score of the samples whose needle lies at this depth (0 % is the beginning of the context), for each length; \
+             {samples} in a field, grey where there is none. Where there are several budgets, it is the middle one."
+        ),
         down: "depth of the needle",
         across: Across::Contexts(contexts),
         ends: ("wrong", "right"),
         field: "accuracy",
         panels,
     }))
+}
+
+/// What lies in one row at one length.
+struct Field {
+    /// Mean score, NaN without a sample.
+    score: f64,
+    /// Samples whose needle lies there.
+    samples: usize,
+    /// The cells that have some.
+    cell_ids: Vec<String>,
 }
 
 /// Depths that are one row.
@@ -63,8 +77,8 @@ impl Row {
         format!("{:.0}–{:.0} %", 100.0 * self.low, 100.0 * self.high)
     }
 
-    /// The mean score of the samples that lie here, NaN without one, and the cells that have some.
-    fn field(&self, records: &[&Record], context: usize) -> (f64, Vec<String>) {
+    /// The samples of a length that lie here.
+    fn field(&self, records: &[&Record], context: usize) -> Field {
         let (mut scores, mut cell_ids) = (Vec::new(), Vec::new());
         for record in records.iter().filter(|record| record.cell.context_tokens == context) {
             let Some(answers) = &record.answers else { continue };
@@ -75,7 +89,7 @@ impl Row {
                 cell_ids.push(record.cell_id.clone());
             }
         }
-        (scores.iter().sum::<f64>() / scores.len() as f64, cell_ids)
+        Field { score: scores.iter().sum::<f64>() / scores.len() as f64, samples: scores.len(), cell_ids }
     }
 
     /// Whether a depth lies here; the last row has the end of the context too.

@@ -4,15 +4,18 @@ use super::Data;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::Status;
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
-use crate::report::combined::{Spent, front, of_whole};
+use crate::report::combined::{Spent, front, of_whole_bytes};
 use crate::report::pools::all_pools;
 use std::collections::BTreeMap;
+
+/// Name of the figure.
+pub const ID: &str = "kl-vs-weights-and-cache";
 
 /// For each format of the weights the Pareto front over formats of the cache, policies and budgets.
 pub fn chart(data: &Data) -> Option<Chart> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     let mut by_weights: BTreeMap<(String, String), Vec<Spent>> = BTreeMap::new();
-    for one in of_whole(&pools).into_iter().flatten() {
+    for one in of_whole_bytes(&pools).into_iter().flatten() {
         let name =
             one.weights().map_or("weights as in the file".into(), |weights| format!("weights {}", weights.words()));
         let of_question = format!("{name}{}", one.pool.question);
@@ -34,13 +37,13 @@ pub fn chart(data: &Data) -> Option<Chart> {
     });
     let series: Vec<Series> = series.collect();
     (!series.is_empty()).then(|| Chart {
-        id: "kl-vs-weights-and-cache".into(),
+        id: ID.into(),
         title: "Smaller weights, a smaller cache: divergence of the next token against the bytes of both".into(),
         subtitle,
         caption: "Each line is a format of the weights, with the formats of keys and values, policies and budgets that serve \
                   it best (its Pareto front): no other of its cells loses less with as few bytes. The divergence is from \
-                  the model as its files have it with its full cache. The band is the 95% interval over samples; which \
-                  cache a point has stands in the CSV's cells and in the table."
+                  the model as its files have it with its full cache. The band is the 95% interval over samples; the CSV has \
+                  each point's format, policy and budget."
             .into(),
         x: Axis { label: "weights and live KV bytes".into(), field: "whole_bytes", quantity: Quantity::Bytes },
         y,

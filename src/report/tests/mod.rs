@@ -1,6 +1,9 @@
 //! The report as its reader finds it: files, pages and what must never be in them; figures and words have files of their own.
 
+mod additivity;
+mod few;
 mod pictures;
+mod reading;
 mod words;
 
 use super::*;

@@ -297,7 +297,7 @@ fn curves_that_lie_on_one_another_are_said_to_be_identical() {
     }
     let (_folder, drawn) = drawn(&[of(records)]);
     let page = fs::read_to_string(drawn.html).unwrap();
-    assert!(page.contains("Identical at every point: h2o and random."), "{page}");
+    assert!(page.contains("Identical to the eye at every point: h2o and random."), "{page}");
 }
 
 #[test]

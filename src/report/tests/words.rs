@@ -443,7 +443,7 @@ fn pieces_of_a_text_count_once_whatever_the_seeds() {
     };
     let few = notes(4);
     assert!(
-        few.contains("4 samples of 2 policies set no two apart: the least p of 1 pairs is 0.12; 6 samples"),
+        few.contains("4 samples of 2 policies set no two apart: the least p of 1 pairs is 0.12; 10 samples"),
         "{few}"
     );
     assert!(!notes(12).contains("set no two apart"));
