@@ -212,12 +212,13 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
 /// What is wrong with the experiment that the options make, as somebody who typed options reads it.
 fn in_options(message: &str) -> String {
     let words = [
+        ("eval: grid 1 (eval): samples is ", "--samples is "),
         ("eval: grid 1 (eval): ", ""),
         ("write beyond_limit = true", "give --beyond-limit"),
         ("context_tokens", "--context"),
+        ("alone_samples is ", "--alone-samples is "),
         ("new_tokens is ", "--new-tokens is "),
         ("protocol is ", "--protocol is "),
-        ("samples is ", "--samples is "),
     ];
     words.iter().fold(message.to_string(), |text, (key, option)| text.replace(key, option))
 }

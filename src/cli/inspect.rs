@@ -5,13 +5,15 @@ use super::names::{Names, named};
 use super::policy::budget;
 use super::{Compute, output, read_text};
 use crate::anatomy::{Anatomy, FIRST, LAST, MASS, Retrieval, anatomy, needles_retained, retrieval};
+use crate::format::KvFormat;
 use crate::memory::Arena;
-use crate::model::{Config, Eviction, Model, Repeat, Text, locate};
-use crate::policy::Registry;
+use crate::model::{Config, Eviction, Model, ModelError, Repeat, Text, locate};
+use crate::policy::{Budget, Policy, Registry};
 use crate::report;
 use crate::report::anatomy::Retained;
 use crate::stats::quantile;
 use crate::task::{Draw, generate, task};
+use crate::tensor::DType;
 use crate::train::sensitivity;
 use crate::units;
 use serde::Serialize;
@@ -131,6 +133,7 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
         Ok((policy, name, budget))
     };
     let policies = names.map(asked).collect::<Result<Vec<_>, Failure>>()?;
+    args.check_policies(&Config::read(&folder)?, &policies)?;
     let text = Text::open(&folder)?;
     let content = match &args.text {
         Some(path) => read_text(path)?,
@@ -164,6 +167,30 @@ pub fn run(args: &Args, registry: &Registry) -> Result<(), Failure> {
     match &args.json {
         Some(target) => output::json(target, &report),
         None => output::print(&words(args, &report)),
+    }
+}
+
+impl Args {
+    /// Refuses what would show nothing, and warns of what shows little, before anything is read.
+    fn check_policies(&self, config: &Config, policies: &[(Policy, String, Option<Budget>)]) -> Result<(), Failure> {
+        if let (Some(budget), true) = (&self.budget, policies.iter().all(|(policy, ..)| policy.keeps_all())) {
+            return Err(Failure::usage(format!(
+                "--budget is {budget}; nothing is evicted by these policies; leave it out"
+            )));
+        }
+        for (policy, name, budget) in policies {
+            if policy.selection.is_some() {
+                return Err(Failure::usage(format!(
+                    "policy '{name}' evicts nothing: it selects what a step reads; name one that evicts"
+                )));
+            }
+            let eviction = Eviction { policy, name, budget: *budget, seed: 0, repeat: None };
+            eviction.check(config).map_err(ModelError::from)?;
+            let warnings = eviction.warnings(config, self.tokens, KvFormat::plain(DType::F32));
+            let of_policy: Vec<String> = warnings.iter().map(|warning| format!("{name}: {warning}")).collect();
+            output::warn(&of_policy);
+        }
+        Ok(())
     }
 }
 

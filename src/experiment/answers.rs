@@ -119,6 +119,9 @@ pub struct Answers {
     /// models.
     #[serde(default)]
     pub kv_bytes_read: u64,
+    /// Bytes of the model's weights; `None` in records from before cells could have no run alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weights_bytes: Option<u64>,
     /// Most KV bytes in use at one moment, over the runs alone, if there were any.
     pub kv_bytes_peak: Option<u64>,
     /// Tokens evicted in the first run alone, summed over the KV heads of all layers.

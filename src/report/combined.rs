@@ -109,12 +109,6 @@ pub fn of_whole<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Spent<'a>>> {
     by_question(spent(pools)).into_iter().filter(differ).collect()
 }
 
-/// The same where the bytes of all weights are known: they are not where no sample ran alone.
-pub fn of_whole_bytes<'a>(pools: &'a [Pool<'a>]) -> Vec<Vec<Spent<'a>>> {
-    let are_known = |of: &Vec<Spent>| of.iter().all(|one| weights_bytes(one.pool) > 0);
-    of_whole(pools).into_iter().filter(are_known).collect()
-}
-
 /// Those of each question, such as of each model: what one loses says nothing of another.
 fn by_question(all: Vec<Spent<'_>>) -> Vec<Vec<Spent<'_>>> {
     let mut questions: Vec<Vec<Spent>> = Vec::new();
@@ -143,7 +137,7 @@ pub fn front<'a>(mut spent: Vec<Spent<'a>>, bytes: fn(&Spent) -> f64) -> Vec<Spe
 
 /// For each budget in bytes what loses least: of the cache a format, a policy, both; of all bytes the weights, the cache, both.
 pub fn tables(pools: &[Pool], protocol: &str) -> Vec<Table> {
-    let (of_caches, of_wholes) = (of_cache(pools), of_whole_bytes(pools));
+    let (of_caches, of_wholes) = (of_cache(pools), of_whole(pools));
     let of_cache = |one: &Spent| match one.saved {
         Saved { format: true, policy: true, .. } => "both",
         Saved { format: true, .. } => "format",

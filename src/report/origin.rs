@@ -7,26 +7,16 @@ use super::pools::Pool;
 use crate::experiment::weights::OtherWeights;
 use crate::memory::Label;
 
-/// Elements of a row whose bytes stand for a format's: whole blocks of any.
-const ROW: usize = 1024;
-
 /// A pool's weights; `None` are those of the model's own files.
 pub fn weights<'a>(pool: &'a Pool<'_>) -> Option<&'a OtherWeights> {
     pool.records[0].cell.weights.as_ref()
 }
 
-/// Bytes of a pool's weights, and of what its policy loads beside them; 0 where no sample ran alone.
+/// Bytes of a pool's weights, and of what its policy loads beside them where a sample ran alone.
 pub fn weights_bytes(pool: &Pool) -> u64 {
-    let memory = pool.records[0].memory.as_ref();
-    memory.and_then(|memory| memory.peak_by_label.get(&Label::Weights)).copied().unwrap_or(0)
-}
-
-/// By what weights are wide: their bytes or, where no sample ran alone that counts them, those of a row in their format.
-pub fn width(pool: &Pool) -> u64 {
-    match (weights_bytes(pool), weights(pool)) {
-        (0, Some(OtherWeights::Format(format))) => format.row_bytes(ROW) as u64,
-        (bytes, _) => bytes,
-    }
+    let record = pool.records[0];
+    let counted = record.memory.as_ref().and_then(|memory| memory.peak_by_label.get(&Label::Weights)).copied();
+    counted.or(record.answers.as_ref().and_then(|answers| answers.weights_bytes)).unwrap_or(0)
 }
 
 /// The weights that a pool's divergences are from: those of the model's own files or, where no pool of its question has these, the
@@ -35,7 +25,7 @@ pub fn origin<'a>(pool: &Pool, pools: &'a [Pool<'_>]) -> Option<&'a OtherWeights
     let beside = pools.iter().filter(|other| other.is_beside(pool));
     match beside.clone().any(|other| weights(other).is_none()) {
         true => None,
-        false => beside.max_by_key(|other| width(other)).and_then(weights),
+        false => beside.max_by_key(|other| weights_bytes(other)).and_then(weights),
     }
 }
 

@@ -104,6 +104,13 @@ fn grouped<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
         let (name, budget) =
             (format!("{policy}{}", naming.apart(record)), record.cell.budget.clone().unwrap_or_default());
         match pools.iter_mut().find(|pool| pool.name == name && pool.budget == budget) {
+            // The same cell with another count of runs alone: what it answered is the same.
+            Some(pool) if pool.records.iter().any(|known| asked(known) == asked(record)) => {
+                let known = pool.records.iter_mut().find(|known| asked(known) == asked(record));
+                if let Some(known) = known.filter(|known| known.memory.is_none()) {
+                    *known = record;
+                }
+            }
             Some(pool) => pool.records.push(record),
             None => pools.push(Pool {
                 name,
@@ -158,7 +165,7 @@ fn without_choice(record: &Record) -> Record {
 fn setting(cell: &Cell) -> String {
     let Cell { kv_format, weights, weights_hash, activations, .. } = cell.clone();
     let cell = Cell { kv_format, weights, weights_hash, activations, ..cell.without_choice() };
-    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), ..cell }.id()
+    Cell { task: None, text: None, seed: 0, workload_hash: String::new(), alone_samples: None, ..cell }.id()
 }
 
 impl Pool<'_> {

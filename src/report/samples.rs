@@ -575,6 +575,7 @@ pub fn answered(context: usize, task: &str, policy: &str, budget: f64) -> Record
         kv_bytes_dense: dense,
         kv_bytes_live: (dense as f64 * budget) as u64,
         kv_bytes_read: (dense as f64 * budget) as u64,
+        weights_bytes: None,
         kv_bytes_peak: Some(dense),
         evicted_tokens: Some(((1.0 - budget) * 8.0 * context as f64) as u64),
         sample_kl_nats: scores

@@ -302,6 +302,10 @@ fn mistakes_are_one_line() {
             "--device cuda:1: models run on the CPU only",
         ),
         (&["eval", "--model", "m", "--text", "t", "--task", "copy"], "cannot be used with"),
+        (
+            &["eval", "--model", "m", "--samples", "3", "--alone-samples", "4"],
+            "--alone-samples is 4; it must be at most the samples, 3",
+        ),
         (&["eval", "--model", "m", "--protocol", "wikitext"], "the perplexity of a text; give --text FILE"),
         (&["eval", "--model", "m", "--protocol", "wikitext,aware", "--text", "t"], "give one kind"),
         (&["eval", "--model", "m", "--protocol", "wikitext", "--text", "t", "--budget", "9"], "leave --budget out"),

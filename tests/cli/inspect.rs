@@ -75,6 +75,9 @@ fn mistakes_are_one_line_and_status_2() {
         (vec!["--policy", "snapkv"], "policy 'snapkv' has no budget; give --budget"),
         (vec!["--policy", "snapkv", "--budget", "0"], "'0' is not a budget"),
         (vec!["--policy", "nosuch", "--budget", "0.5"], "unknown policy 'nosuch'"),
+        (vec!["--policy", "quest", "--budget", "0.5"], "policy 'quest' evicts nothing: it selects what a step reads"),
+        (vec!["--policy", "oracle", "--budget", "0.5"], "it looks into the future"),
+        (vec!["--policy", "full", "--budget", "0.5"], "--budget is 0.5; nothing is evicted"),
         (vec!["--tokens", "100k"], "--tokens is 102400; the model was made for at most 4096"),
     ] {
         let run = inspect(&[&["--output", out][..], &more].concat()).code(2).stderr(contains(expected));

@@ -278,12 +278,14 @@ impl<'a> Decoder<'a> {
         assert!(columns.iter().all(|column| self.setup.columns.contains(column)), "a cache with the policy's columns");
         eviction.policy.check_base(&self.model.fingerprint, self.model.weights_of.as_deref())?;
         if eviction.policy.reconstruction.is_some() && eviction.repeat.is_none() {
-            let reason = "it has the model repeat its context, for which `eval` and `generate` have the words".into();
+            let reason =
+                "it has the model repeat its context, for which `eval`, `generate` and `inspect` have the words".into();
             return Err(PolicyError::Combination { policy: eviction.name.into(), reason }.into());
         }
         let knows_gradients = eviction.repeat.is_some_and(|repeat| repeat.gradients.is_some());
         if eviction.policy.looks_at(Statistic::Gradients) && !knows_gradients {
-            let reason = "it looks at gradients, for which `eval` and `generate` have a backward pass".into();
+            let reason =
+                "it looks at gradients, for which `eval`, `generate` and `inspect` have a backward pass".into();
             return Err(PolicyError::Combination { policy: eviction.name.into(), reason }.into());
         }
         eviction.policy.check_format(eviction.name, eviction.budget.as_ref(), self.setup.kv_format)?;

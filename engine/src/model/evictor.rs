@@ -130,6 +130,7 @@ impl Eviction<'_> {
         let idle = self.budget.as_ref().and_then(|budget| self.policy.holds_all(budget, tokens, context_tokens));
         let mut warnings = self.policy.warnings(tokens, context_tokens, 0, (config.layers, config.kv_heads));
         warnings.extend(idle);
+        warnings.extend(self.policy.few_queries(context_tokens).filter(|_| tokens < context_tokens));
         warnings
     }
 }

@@ -101,8 +101,7 @@ impl Policy {
     }
 
     /// What a reader must know of a budget of `budget_tokens` in each KV head, on average, of `(layers, KV heads)` and contexts of
-    /// `context_tokens`: that nothing but protected tokens stays, that its budget allocation does nothing, or that the last chunk has
-    /// fewer queries than it observes. Nothing where the
+    /// `context_tokens`: that nothing but protected tokens stays, or that its budget allocation does nothing. Nothing where the
     /// whole context stays; `kept` as in [`Policy::unprotected`].
     pub fn warnings(
         &self,
@@ -118,19 +117,18 @@ impl Policy {
             .into_iter()
             .chain(inert)
             .chain(self.heads.inert(budget_tokens, kv_heads))
-            .chain(self.few_queries(context_tokens))
             .collect()
     }
 
     /// A warning where the last chunk of prefill has fewer queries than the scorer observes: those of the chunk before are not asked
     /// again, of whose keys some have been evicted.
-    fn few_queries(&self, context_tokens: usize) -> Option<String> {
+    pub fn few_queries(&self, context_tokens: usize) -> Option<String> {
         let observed = self.scorer.as_ref().filter(|_| self.looks_at(Statistic::RecentAttention))?.recent_queries();
         let chunk_tokens = self.schedule.chunk_tokens?;
         let last = (context_tokens - 1) % chunk_tokens + 1;
         (last < observed).then(|| {
             format!(
-                "{last} queries decide, of the {observed} that are observed: so many are in the last chunk of {context_tokens} tokens, \
+                "of the {observed} queries that are observed {last} decide: so many are in the last chunk of {context_tokens} tokens, \
                  read {chunk_tokens} at a time"
             )
         })
@@ -253,8 +251,9 @@ mod tests {
             ("h2o+chunks:tokens=400", 801, None),
             ("knorm+chunks:tokens=400", 801, None),
         ] {
-            let told = Registry::default().policy(text).unwrap().warnings(300, context, 0, (4, 2)).concat();
-            let expected = last.map_or(String::new(), |last| format!("{last} queries decide, of the 64"));
+            let told = Registry::default().policy(text).unwrap().few_queries(context).unwrap_or_default();
+            let expected =
+                last.map_or(String::new(), |last| format!("of the 64 queries that are observed {last} decide"));
             assert!(told.starts_with(&expected) && told.is_empty() == last.is_none(), "{text} {context}: {told}");
         }
     }

@@ -51,7 +51,8 @@ pub struct ScenarioArgs {
     /// [default: bf16]
     #[arg(long, value_name = "FORMAT")]
     kv_format: Option<String>,
-    /// How weights are kept (see `kvsieve list weights`) [default: as in the model's files, else bf16]
+    /// How weights are kept (see `kvsieve list weights`) [default: as in the model's files, of a
+    /// preset as published]
     #[arg(long, value_name = "FORMAT")]
     weights: Option<String>,
     /// Room for keys and values: exact, paged[:N tokens], or reserved[:N tokens] for each sequence, its context and

@@ -4,7 +4,7 @@ use super::Data;
 use crate::experiment::measure::Measure;
 use crate::experiment::record::Status;
 use crate::report::chart::{Axis, Chart, Interval, Point, Quantity, Series};
-use crate::report::combined::{Spent, front, of_whole_bytes};
+use crate::report::combined::{Spent, front, of_whole};
 use crate::report::pools::all_pools;
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ pub const ID: &str = "kl-vs-weights-and-cache";
 pub fn chart(data: &Data) -> Option<Chart> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     let mut by_weights: BTreeMap<(String, String), Vec<Spent>> = BTreeMap::new();
-    for one in of_whole_bytes(&pools).into_iter().flatten() {
+    for one in of_whole(&pools).into_iter().flatten() {
         let name =
             one.weights().map_or("weights as in the file".into(), |weights| format!("weights {}", weights.words()));
         let of_question = format!("{name}{}", one.pool.question);

@@ -5,7 +5,7 @@ use crate::experiment::measure::Measure;
 use crate::experiment::weights::OtherWeights;
 use crate::report::chart::{Axis, Quantity};
 use crate::report::combined::{Spent, of_whole};
-use crate::report::origin::{weights_bytes, width};
+use crate::report::origin::weights_bytes;
 use crate::report::palette::{self, Colour};
 use crate::report::pools::all_pools;
 use crate::report::rows::{Kind, Mark, Row, Rows};
@@ -16,12 +16,10 @@ pub fn rows(data: &Data) -> Option<Picture> {
     let (pools, subtitle) = all_pools(&data.of(Measure::EVAL));
     let mut alone: Vec<Spent> = of_whole(&pools).into_iter().flatten().collect();
     alone.retain(|one| one.is_plain() && palette::is_baseline(one.pool.policy) && one.kl_nats.mean > 0.0);
-    alone.sort_by_key(|one| std::cmp::Reverse(width(one.pool)));
+    alone.sort_by_key(|one| std::cmp::Reverse(weights_bytes(one.pool)));
     let row = |one: &Spent| {
         let weights = one.weights().map_or("of the file".into(), OtherWeights::short);
-        let bytes = Some(weights_bytes(one.pool)).filter(|bytes| *bytes > 0);
-        let bytes = bytes.map_or(String::new(), |bytes| format!(", {}", units::bytes(bytes)));
-        let name = format!("{weights}{}{bytes}", one.pool.question);
+        let name = format!("{weights}{}, {}", one.pool.question, units::bytes(weights_bytes(one.pool)));
         Row { name, values: vec![Some((one.kl_nats.mean, one.pool.cell_ids()))] }
     };
     (alone.len() > 1).then(|| {

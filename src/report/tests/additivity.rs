@@ -1,6 +1,7 @@
 //! Whether what is lost adds up: what may be said of how many samples, and where its numbers are.
 
 use super::*;
+use crate::memory::Label;
 use crate::report::additivity::FILE;
 
 /// The sentence about `what` of a run.
@@ -114,20 +115,21 @@ fn every_pair_has_its_line() {
     assert!(folder.path().join("plots/comparisons.csv").exists() && !folder.path().join("plots").join(FILE).exists());
 }
 
-/// Without a run alone nobody counted the weights: whether losses add up is known all the same, what they save is not.
+/// Without a run alone there is no peak, and the bytes of the weights are those of the answers.
 #[test]
-fn weights_whose_bytes_nobody_counted_are_compared_and_have_no_place_on_an_axis() {
+fn weights_are_compared_without_a_run_alone() {
     let (counted, mut run) = (samples::hybrid(), samples::hybrid());
     for record in &mut run.records {
-        (record.memory, record.latency) = (None, BTreeMap::new());
+        let memory = record.memory.take().unwrap();
+        record.answers.as_mut().unwrap().weights_bytes = memory.peak_by_label.get(&Label::Weights).copied();
+        record.latency = BTreeMap::new();
     }
     let what = "weights in fewer bits";
     assert_eq!(sentence(&run, what), sentence(&counted, what));
-    let (folder, _) = drawn(std::slice::from_ref(&run));
-    assert!(!folder.path().join("plots/kl-vs-weights-and-cache.svg").exists());
-    let names: Vec<String> = table(&run, "weights-ranked").iter().map(|row| row["series"].clone()).collect();
-    assert_eq!(names, ["in q8_0", "in q4_0"]);
+    for figure in ["weights-ranked", "kl-vs-weights-and-cache"] {
+        assert_eq!(table(&run, figure), table(&counted, figure), "{figure}");
+    }
     let summary = summary_table(&run.records);
-    assert!(summary.contains("bytes of the cache") && !summary.contains("bytes of weights and cache"), "{summary}");
+    assert!(summary.contains("bytes of weights and cache"), "{summary}");
     assert!(!summary.contains("per token") && summary_table(&counted.records).contains("per token"), "{summary}");
 }

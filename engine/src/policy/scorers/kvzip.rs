@@ -92,7 +92,7 @@ impl Scorer for Reconstructed {
     }
 
     fn score(&self, context: &Context<'_>, scores: &mut [f32]) -> Result<(), PolicyError> {
-        let what = "a model that repeats its context: `eval` and `generate` have one";
+        let what = "a model that repeats its context: `eval`, `generate` and `inspect` have one";
         scores.copy_from_slice(context.reconstructed.ok_or(PolicyError::Missing { policy: self.policy, what })?);
         Ok(())
     }

@@ -61,6 +61,10 @@ pub fn expand(grid: &Grid, registry: &Registry) -> Result<Vec<Cell>, String> {
             return Err(format!("{name} is 0; it must be at least 1"));
         }
     }
+    let samples = grid.samples.unwrap_or(SAMPLES);
+    if let Some(alone) = grid.alone_samples.filter(|&alone| alone > samples) {
+        return Err(format!("alone_samples is {alone}; it must be at most the samples, {samples}"));
+    }
     if let Some(samples) = grid.samples.filter(|&samples| samples > MOST_SAMPLES) {
         return Err(format!("samples is {samples}; it must be at most {MOST_SAMPLES}"));
     }

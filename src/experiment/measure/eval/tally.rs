@@ -147,6 +147,7 @@ impl Tally {
             kv_bytes_dense: (dense * self.lists as f64 / contexts).round() as u64,
             kv_bytes_live: (live / contexts).round() as u64,
             kv_bytes_read: (read / contexts).round() as u64,
+            weights_bytes: Some(self.weights_bytes),
             kv_bytes_peak: self.alone.iter().map(|(_, alone)| alone.kv_bytes_peak).max(),
             evicted_tokens: first.map(|alone| alone.evicted_tokens),
             sample_scores: scores.unwrap_or_default(),

@@ -55,6 +55,13 @@ pub fn run(
     let tokens = [shortest, group.max_tokens, kept];
     let states = treatments.iter().zip(cells).map(|(treatment, cell)| State::new(treatment, cell, tokens));
     let mut states: Vec<State> = states.collect();
+    for (state, treatment) in states.iter_mut().zip(&treatments).filter(|(state, _)| state.evicts) {
+        let policy = treatment.choice.eviction().map(|eviction| eviction.policy);
+        let few = |prompt: &Prompt| policy?.few_queries(prompt.context.len());
+        let told: Vec<String> = samples.iter().filter_map(few).collect();
+        let of_all = |first: &String| format!("{first} ({} of {} contexts)", told.len(), samples.len());
+        state.warnings.extend(told.first().map(of_all));
+    }
     let going = |states: &[State]| (0..states.len()).filter(|&at| states[at].ended.is_none()).collect::<Vec<_>>();
     let first: Vec<Treatment<'_>> = going(&states).into_iter().map(|at| treatments[at]).collect();
     let watch = Watch::default();

@@ -75,7 +75,11 @@ pub(in crate::experiment::measure) fn check(evicted: &Evicted<'_>, kept: &Kept, 
 pub(in crate::experiment::measure) fn warnings(evicted: &Evicted<'_>) -> Vec<String> {
     let (cell, budget) = (evicted.cell, evicted.budget_tokens);
     let lists = (cell.layers, cell.kv_heads);
-    evicted.policy.map_or(Vec::new(), |policy| policy.warnings(budget, cell.context_tokens, 0, lists))
+    let of = |policy: &Policy| {
+        let few = policy.few_queries(cell.context_tokens);
+        policy.warnings(budget, cell.context_tokens, 0, lists).into_iter().chain(few).collect()
+    };
+    evicted.policy.map_or(Vec::new(), of)
 }
 
 pub(in crate::experiment::measure) fn eviction(
