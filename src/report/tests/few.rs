@@ -120,3 +120,32 @@ fn a_field_of_needles_says_of_how_many_samples_it_is() {
     let summary = fs::read_to_string(drawn.summary).unwrap();
     assert!(summary.contains("2 to 4 samples in a field, grey where there is none"), "{summary}");
 }
+
+/// Whether a cell ran alone too, and how often, changes nothing of what it answered: it is asked the same question, once.
+#[test]
+fn runs_alone_are_no_question_of_their_own() {
+    let once = samples::answers();
+    let bare = |record: &Record| {
+        let record = with_cell(record.clone(), |cell| cell.alone_samples = Some(0));
+        Record { memory: None, latency: BTreeMap::new(), ..record }
+    };
+    let is_twice = |record: &&Record| matches!(record.cell.policy.as_deref(), Some("full" | "random"));
+    let again: Vec<Record> = once.records.iter().filter(is_twice).map(bare).collect();
+    assert!(!again.is_empty());
+    for records in [[again.clone(), once.records.clone()].concat(), [once.records.clone(), again].concat()] {
+        let twice = Run { records, ..samples::answers() };
+        for id in ["accuracy-vs-budget", "comparisons"] {
+            assert_eq!(table(&twice, id), table(&once, id), "{id}");
+        }
+    }
+    // A part of the policies ran alone, and the others did not: they are compared all the same.
+    let mut mixed = samples::answers();
+    mixed
+        .records
+        .iter_mut()
+        .filter(|record| record.cell.policy.as_deref() == Some("tova"))
+        .for_each(|record| *record = bare(record));
+    let policies =
+        |run: &Run| -> Vec<String> { table(run, "comparisons").iter().map(|row| row["policy_a"].clone()).collect() };
+    assert_eq!(policies(&mixed), policies(&once));
+}
