@@ -104,14 +104,12 @@ fn grouped<'a>(records: &[&'a Record]) -> (Vec<Pool<'a>>, String) {
         let (name, budget) =
             (format!("{policy}{}", naming.apart(record)), record.cell.budget.clone().unwrap_or_default());
         match pools.iter_mut().find(|pool| pool.name == name && pool.budget == budget) {
-            // The same cell with another count of runs alone: what it answered is the same.
-            Some(pool) if pool.records.iter().any(|known| asked(known) == asked(record)) => {
-                let known = pool.records.iter_mut().find(|known| asked(known) == asked(record));
-                if let Some(known) = known.filter(|known| known.memory.is_none()) {
-                    *known = record;
-                }
-            }
-            Some(pool) => pool.records.push(record),
+            Some(pool) => match pool.records.iter_mut().find(|known| asked(known) == asked(record)) {
+                // The same cell with another count of runs alone: what it answered is the same.
+                Some(known) if known.memory.is_none() => *known = record,
+                Some(_) => {}
+                None => pool.records.push(record),
+            },
             None => pools.push(Pool {
                 name,
                 policy,

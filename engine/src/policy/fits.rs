@@ -125,7 +125,7 @@ impl Policy {
     pub fn few_queries(&self, context_tokens: usize) -> Option<String> {
         let observed = self.scorer.as_ref().filter(|_| self.looks_at(Statistic::RecentAttention))?.recent_queries();
         let chunk_tokens = self.schedule.chunk_tokens?;
-        let last = (context_tokens - 1) % chunk_tokens + 1;
+        let last = context_tokens.checked_sub(1)? % chunk_tokens + 1;
         (last < observed).then(|| {
             format!(
                 "of the {observed} queries that are observed {last} decide: so many are in the last chunk of {context_tokens} tokens, \
@@ -250,6 +250,7 @@ mod tests {
             ("snapkv:window=64", 801, None),
             ("h2o+chunks:tokens=400", 801, None),
             ("knorm+chunks:tokens=400", 801, None),
+            ("snapkv:window=64+chunks:tokens=400", 0, None),
         ] {
             let told = Registry::default().policy(text).unwrap().few_queries(context).unwrap_or_default();
             let expected =

@@ -76,7 +76,7 @@ pub(in crate::experiment::measure) fn warnings(evicted: &Evicted<'_>) -> Vec<Str
     let (cell, budget) = (evicted.cell, evicted.budget_tokens);
     let lists = (cell.layers, cell.kv_heads);
     let of = |policy: &Policy| {
-        let few = policy.few_queries(cell.context_tokens);
+        let few = policy.few_queries(cell.context_tokens).filter(|_| budget < cell.context_tokens);
         policy.warnings(budget, cell.context_tokens, 0, lists).into_iter().chain(few).collect()
     };
     evicted.policy.map_or(Vec::new(), of)

@@ -40,6 +40,8 @@ pub(super) fn trial(evict: &Evict, bench: Bench<'_>) -> Result<Trial, TrialError
             cache.set_rope(&frequencies)?;
         }
     }
+    // Before any time is taken.
+    bench.runtime.load([cache.program()])?;
     let plan = Plan { policy: &evict.policy, budget_tokens: evict.budget_tokens, seed: cell.seed };
     let session = evict.evicts().then(|| Session::new(plan));
     let mut running = Running { evict, bench, cpu, cache, session };
@@ -112,7 +114,6 @@ impl Running<'_> {
         self.cache.append(runtime, [&inputs.k, &inputs.v], length, tokens)?;
         if self.evict.rotates() {
             let lists = 0..self.cache.shape().lists();
-            runtime.load([self.cache.program()])?;
             runtime.device().timed(|| self.cache.turn_newest(runtime, lists, count))?;
         }
         Ok(())
@@ -133,7 +134,6 @@ impl Running<'_> {
         if self.is_rotated(end) {
             let (runtime, lists) = (self.bench.runtime, 0..self.cache.shape().lists());
             let extents = [self.evict.cell.q_heads, count];
-            runtime.load([self.cache.program()])?;
             runtime.device().timed(|| self.cache.rotate_queries(runtime, lists, q, extents, end))?;
         }
         Ok(())
@@ -205,7 +205,6 @@ impl Running<'_> {
                 }
                 false => {
                     let to = [&mut k, &mut v];
-                    bench.runtime.load([self.cache.program()])?;
                     device.timed(|| self.cache.gather(bench.runtime, lists, to, layer.kv_len))?;
                     plan.forward(bench.runtime, Inputs { q: &asked, k: &k, v: &v }, results, &mut scratch)?
                 }
