@@ -10,8 +10,10 @@ use super::source::token_biases;
 use super::strip::{LANES, SPAN};
 use super::{AttentionError, Forward, Kernel, KernelEntry, Outputs, Params, Shape, Sight, Workspace, WorkspaceSize};
 use crate::device::cpu::Slots;
+use crate::device::simd::nibbles::Nibbles;
+use crate::device::simd::pairs::are_bf16;
 use crate::device::simd::reader::RowReader;
-use crate::device::simd::rows::{BLOCK, Dots, Fold, RowList};
+use crate::device::simd::rows::{BLOCK, Dots, Fold, Places, RowList};
 use crate::device::simd::{Isa, Simd, SimdOp};
 use crate::format::{KvFormat, RowFormat, rotate, with_codec};
 use crate::tensor::{DType, Rows};
@@ -165,39 +167,77 @@ impl Unit<'_> {
 
         let keys = |row| call.kv.key_rows(batch, kv_head, row);
         let values = |row| call.kv.value_rows(batch, kv_head, row);
-        // Whether queries, and sums of values, are rotated.
-        let mut turned = [false; 2];
-        let mut turn = |part: usize, format: RowFormat, rows: &mut [f32]| {
-            if turned[part] != format.is_rotated() {
-                rows.chunks_exact_mut(stride).for_each(|row| rotate(&mut row[..width]));
-                turned[part] = !turned[part];
-            }
+        // How queries, and sums of values, are arranged.
+        let mut orders = [Order::default(); 2];
+        let mut turn = |part: usize, to: Order, rows: &mut [f32]| {
+            let from = std::mem::replace(&mut orders[part], to);
+            rows.chunks_exact_mut(stride).for_each(|row| from.become_another(to, &mut row[..width]));
         };
-        let mut first = seen.start;
+        let (few, in_bf16) = (rows <= Nibbles::FEW, are_bf16(queries));
+        let (mut first, mut places) = (seen.start, Places::default());
         while first < seen.end {
             let (format, end) = alike(call.kv.format(), &keys, &values, first..seen.end.min(first + BLOCK));
-            turn(0, format.k, queries);
+            let in_pairs = |nibbles: &Nibbles| in_bf16 && !format.k.is_rotated() && nibbles.has_pairs(isa);
+            let key_nibbles = format.k.nibbles(isa, width).filter(|nibbles| few || in_pairs(nibbles));
+            let value_nibbles = format.v.nibbles(isa, width).filter(|_| few);
+            turn(0, Order { rotated: format.k.is_rotated(), by_lane: key_nibbles.is_some() }, queries);
             let row_bytes = format.k.row_bytes(width);
             if format.k.group_tokens().is_some() {
-                let list = RowList::collect([width, row_bytes], &keys, first..end, &values, first..end, &mut []);
+                let list =
+                    RowList::collect(&mut places, [width, row_bytes], &keys, first..end, &values, first..end, &mut []);
                 with_codec!(format.k, reader => {
                     dots_by_group(isa, reader, (&list, &keys, first..end), (queries, stride), scores, copies);
                 });
             } else {
-                let list = RowList::collect([width, row_bytes], &keys, first..end, &values, first..end, copies);
-                let range = 0..end - first;
-                format.k.dots(isa, &list, range, (queries, stride), scores);
+                let list =
+                    RowList::collect(&mut places, [width, row_bytes], &keys, first..end, &values, first..end, copies);
+                let (range, queries) = (0..end - first, (&*queries, stride));
+                match key_nibbles {
+                    Some(nibbles) => nibbles.dots(isa, &list, range, queries, scores),
+                    None => format.k.dots(isa, &list, range, queries, scores),
+                }
             }
             let biases = token_biases::<BLOCK>(call.kv, [batch, kv_head], first..end);
             let biases = biases.as_ref().map_or(&[][..], |biases| &biases[..end - first]);
             isa.run(Absorb { call, logits: &logits, biases, sight: &sight, block: first..end, scores, o, states });
-            turn(1, format.v, o);
+            turn(1, Order { rotated: format.v.is_rotated(), by_lane: value_nibbles.is_some() }, o);
             let row_bytes = format.v.row_bytes(width);
-            let list = RowList::collect([width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
-            format.v.accumulate(isa, &list, scores, (o, stride));
+            let list =
+                RowList::collect(&mut places, [width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
+            match value_nibbles {
+                Some(nibbles) => nibbles.accumulate(&list, scores, (o, stride)),
+                None => format.v.accumulate(isa, &list, scores, (o, stride)),
+            }
             first = end;
         }
-        turn(1, RowFormat::plain(DType::F32), o);
+        turn(1, Order::default(), o);
+    }
+}
+
+/// In which order a row's elements are what a format's rows are multiplied with; at first their own.
+#[derive(Clone, Copy, Default, PartialEq)]
+struct Order {
+    /// Whether the row is rotated.
+    rotated: bool,
+    /// Whether it is then arranged for [`Nibbles`].
+    by_lane: bool,
+}
+
+impl Order {
+    /// Brings a row of this order into another.
+    fn become_another(self, to: Order, row: &mut [f32]) {
+        if self == to {
+            return;
+        }
+        if self.by_lane {
+            Nibbles::restore(row);
+        }
+        if self.rotated != to.rotated {
+            rotate(row);
+        }
+        if to.by_lane {
+            Nibbles::arrange(row);
+        }
     }
 }
 

@@ -66,6 +66,11 @@ pub trait Blocks: Copy + Send + Sync {
         None
     }
 
+    /// As [`RowCodec::nibbles`].
+    fn nibbles(self) -> Option<(bool, &'static Levels)> {
+        None
+    }
+
     /// Bytes of a block.
     fn bytes(self) -> usize;
 
@@ -209,6 +214,10 @@ impl<B: Blocks> RowCodec for B {
 
     fn codes(self) -> Option<Codes> {
         <B as Blocks>::codes(self)
+    }
+
+    fn nibbles(self) -> Option<(usize, bool, &'static Levels)> {
+        <B as Blocks>::nibbles(self).map(|(scale_first, levels)| (self.elements(), scale_first, levels))
     }
 
     fn encode(self, row: &[f32], to: &mut [u8]) {

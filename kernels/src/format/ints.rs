@@ -11,7 +11,7 @@
 use super::blocks::{
     self, Blocks, SIGNED, UNSIGNED, byte, code, codes, half_at, largest, nearest_even, put_codes, put_half, raised,
 };
-use crate::device::simd::Simd;
+use crate::device::simd::{Levels, Simd};
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
 
@@ -151,6 +151,10 @@ impl<const BITS: usize> Blocks for Ints<BITS> {
             };
             raised(simd, block.add(offset / 2), (scale, least), x)
         }
+    }
+
+    fn nibbles(self) -> Option<(bool, &'static Levels)> {
+        (BITS == 4 && !self.zero).then_some((false, &SIGNED))
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

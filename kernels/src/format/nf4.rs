@@ -130,6 +130,11 @@ impl Blocks for Nf4 {
         }
     }
 
+    fn nibbles(self) -> Option<(bool, &'static Levels)> {
+        const ALL: Levels = Levels::new(LEVELS);
+        (!self.wide).then_some((true, &ALL))
+    }
+
     fn encode(self, block: &[f32], to: &mut [u8]) {
         let (head, codes) = to.split_at_mut(self.head());
         let scale = largest(block);

@@ -4,6 +4,7 @@
 use super::{RowFormat, with_codec};
 use crate::device::simd::Isa;
 use crate::device::simd::linear::{Columns, Few, Stripes};
+use crate::device::simd::pairs::{PairDots, are_bf16};
 use crate::device::simd::rows::{Accumulate, Dots, RowList};
 use crate::device::simd::widen::Widen;
 use crate::tensor::{DType, Rows};
@@ -38,6 +39,9 @@ impl RowFormat {
         (queries, stride): (&[f32], usize),
         scores: &mut [f32],
     ) {
+        if self == RowFormat::plain(DType::Bf16) && PairDots::are_for(isa, rows.width()) && are_bf16(queries) {
+            return isa.run_bf16(PairDots { rows, range, queries, stride, scores });
+        }
         with_codec!(self, reader => isa.run(Dots { reader, rows, range, queries, stride, scores }));
     }
 

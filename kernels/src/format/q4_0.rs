@@ -7,8 +7,8 @@
 
 use super::blocks::{Blocks, SIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles, raised};
 use super::fit::{put_not_finite, signed, symmetric};
-use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
+use crate::device::simd::{Levels, Simd};
 use crate::named::{Named, NamedError};
 
 /// Four bits with a scale for each block.
@@ -52,6 +52,10 @@ impl Blocks for Q4_0 {
 
     fn codes(self) -> Option<Codes> {
         Some(Codes::Nibbles { minimum: false, fifth: false })
+    }
+
+    fn nibbles(self) -> Option<(bool, &'static Levels)> {
+        Some((true, &SIGNED))
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

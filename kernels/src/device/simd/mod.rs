@@ -21,7 +21,9 @@ pub mod integers;
 pub mod linear;
 pub mod loops;
 pub mod math;
+pub mod nibbles;
 pub mod pack;
+pub mod pairs;
 pub mod panel;
 mod portable;
 pub mod product;
@@ -127,6 +129,11 @@ impl Isa {
     /// Whether it has vectors of 16.
     fn has_avx512(self) -> bool {
         matches!(self.0, Path::Amx | Path::Avx512Bf16 | Path::Avx512)
+    }
+
+    /// Whether it has dot products of bf16 pairs that are worth more than products in f32, outside a matrix unit.
+    fn has_fast_pairs(self) -> bool {
+        self.0 == Path::Avx512Bf16
     }
 
     /// Its name in records, and for `KVSIEVE_ISA`.

@@ -17,10 +17,19 @@ const AHEAD: usize = 128;
 /// Bytes of a cache line.
 pub(super) const LINE_BYTES: usize = 64;
 
+/// Room for the addresses of a list: three kilobytes, which one list after another uses.
+pub struct Places([*const u8; BLOCK + AHEAD]);
+
+impl Default for Places {
+    fn default() -> Self {
+        Places([std::ptr::null(); BLOCK + AHEAD])
+    }
+}
+
 /// Addresses of up to [`BLOCK`] rows, and of the rows that will be read after them.
 pub struct RowList<'a> {
     /// `count` rows that may be read; behind them, addresses that may only be asked for.
-    at: [*const u8; BLOCK + AHEAD],
+    at: &'a [*const u8; BLOCK + AHEAD],
     count: usize,
     width: usize,
     /// Rows from one that is read to one that is asked for.
@@ -36,6 +45,7 @@ impl<'a> RowList<'a> {
     /// # Panics
     /// When there are more than [`BLOCK`] rows, rows of other bytes or of another width, or no room for copies.
     pub fn collect<'r: 'a>(
+        Places(at): &'a mut Places,
         [width, row_bytes]: [usize; 2],
         rows: &dyn Fn(usize) -> Rows<'r>,
         range: Range<usize>,
@@ -46,7 +56,6 @@ impl<'a> RowList<'a> {
         let count = range.len();
         let ahead = (AHEAD_BYTES / row_bytes).clamp(1, AHEAD);
         let mut copies: &mut [u8] = bytemuck::cast_slice_mut(copies);
-        let mut at = [copies.as_ptr(); BLOCK + AHEAD];
         let mut listed = 0;
         while listed < count {
             let run = rows(range.start + listed).first(count - listed);
@@ -73,6 +82,9 @@ impl<'a> RowList<'a> {
             spread(span, stride_bytes, &mut at[count + listed..][..run.count()]);
             listed += run.count();
         }
+        // Where nothing follows, what is there already is asked for.
+        let first = at[0];
+        at[count + listed..count + ahead].fill(first);
         RowList { at, count, width, ahead, rows: PhantomData }
     }
 
