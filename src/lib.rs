@@ -1,9 +1,10 @@
 //! kvsieve measures what attention costs at a context length, and what may be thrown away.
 //!
 //! The modules are floors of one house; each uses only those below it:
-//! [`report`] over [`planner`] over [`experiment`] over [`workload`], [`eval`], [`anatomy`], [`editing`], [`task`], [`model`], [`ranks`], [`eviction`], [`policy`],
-//! [`memories`], [`episodic`], [`serving`], [`cache`], [`attention`], [`device`],
-//! [`tensor`] and [`memory`]. `ARCHITECTURE.md` is the map.
+//! [`cli`] over [`report`] over [`planner`] over [`experiment`] over [`eval`], [`anatomy`], [`train`], [`editing`], [`task`],
+//! [`workload`], [`model`], [`ranks`], [`eviction`], [`policy`], [`memories`], [`episodic`], [`serving`], [`cache`], [`attention`],
+//! [`format`](mod@format), [`device`], [`tensor`] and [`memory`]. [`stats`], [`named`] and [`units`] stand beside them.
+//! `ARCHITECTURE.md` is the map.
 
 pub mod cli;
 pub mod experiment;

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 const EXAMPLES: &str = "\
 Vectors are the tensor z [N, C] of a safetensors file, F32 or F64: encodings of facts to write or to take out, or of cues to read \
 with. A memory is a file of its own, which says how it was made. read writes z [N, C], what the memory has for each cue, and \
-answered [N], whether its scope detector lets the cue pass. docs/memories.md has the equations; kvsieve run larimar measures them.
+answered [N], whether its scope detector lets the cue pass. docs/larimar.md has the equations; kvsieve run larimar measures them.
 
 \
 With --model and --maps, which kvsieve train --method larimar writes, the input is text: a fact a line, what is asked, a tab, and \

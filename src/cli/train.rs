@@ -28,7 +28,7 @@ policy.safetensors, which the policy 'dms' reads, a checkpoint, the log, figures
 accumulated into the one behind them instead of being dropped, for the policy 'dmc'.\n\n\
 With --method kvzap gates are fitted that foretell KVzip+'s scores, for the policies 'kvzap' and 'gate'; the model repeats --steps \
 sequences of the text for that. The folder gets policy.safetensors, a checkpoint, the log, a figure and a record.\n\n\
-With --method larimar maps are trained by which a model writes facts into a memory and answers from it (docs/memories.md); the \
+With --method larimar maps are trained by which a model writes facts into a memory and answers from it (docs/larimar.md); the \
 folder gets maps.safetensors, a checkpoint, the log, a figure, and a record of what the edited model answers.\n\n\
 With --method lora, qlora or full a model is fine-tuned on a text: adapters beside matrices that stay as they are, in bf16 or as a \
 GGUF file has them packed, or all of it. The folder of an adapter (adapter_model.safetensors and adapter_config.json, as peft \

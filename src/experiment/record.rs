@@ -53,7 +53,8 @@ pub struct Record {
     pub cell: Cell,
     /// Threads that computed; of each rank, for `ranks`.
     pub threads: usize,
-    /// Instruction path that ran: `avx512`, `avx2`, `portable`; of a GPU its name, architecture, and NVRTC's version.
+    /// Instruction path that ran: `amx`, `avx512-bf16`, `avx512`, `avx2` or `portable`; of a GPU its name, architecture, and NVRTC's
+    /// version.
     pub isa_path: String,
     /// The process that measured it, where several shared the run.
     #[serde(default, skip_serializing_if = "Option::is_none")]

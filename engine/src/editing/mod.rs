@@ -7,7 +7,7 @@
 //! second half a linear map turns into keys and values of every layer, which the question's tokens attend to
 //! ([`crate::model::Decoder::prefix`]); where the scope detector says that nothing of the kind was written, there is no prefix, and the
 //! model answers as it would alone. The maps are trained by [`crate::train::larimar`] and lie in one file ([`Maps`]);
-//! `docs/memories.md` has the equations.
+//! `docs/larimar.md` has the equations.
 
 mod affine;
 mod context;

@@ -3,7 +3,7 @@
 //! Not memories of attention (those are in `memories/`): what is kept here is not a token's keys and values but the encoding of
 //! a whole fact, a vector of `C` numbers. A [`FactMemory`] is a method with its parameters and a scope detector, which says
 //! whether a cue asks for anything that was written at all. Opened for a width it is a [`Facts`]. An [`Episode`] writes drawn
-//! facts into one, changes some and asks for them: what the measure `recall` counts. `docs/memories.md` has the equations.
+//! facts into one, changes some and asks for them: what the measure `recall` counts. `docs/larimar.md` has the equations.
 //!
 //! Where an encoding comes from, and what a model makes of what is read, is for floors above: [`Facts::write`] takes encodings,
 //! [`Facts::read`] gives them.

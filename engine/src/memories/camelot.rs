@@ -4,7 +4,7 @@
 //! itself. Behind the segment each of its tokens is written: if the key of the nearest mode is more similar to its own than
 //! `threshold`, it is taken into the mode's mean key and mean value (consolidation); else it becomes a mode of its own, in a
 //! free slot or in that of the mode that was written to the longest ago (novelty and recency). Keys are compared, and
-//! averaged, as they were before RoPE, by the cosine; `position` says where modes are read. `docs/memories.md` has the
+//! averaged, as they were before RoPE, by the cosine; `position` says where modes are read. `docs/camelot.md` has the
 //! equations, and what of them the paper leaves open. Heads are written one thread each, each token by token.
 
 mod head;

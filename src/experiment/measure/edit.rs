@@ -1,4 +1,4 @@
-//! `edit`: what a model answers that was told facts, through a memory or in its context (`docs/memories.md`).
+//! `edit`: what a model answers that was told facts, through a memory or in its context (`docs/larimar.md`).
 //!
 //! Cells that differ only in how the model is told are one comparison: each episode of facts is drawn once and put to all of them.
 //! Policies evict from the facts' own context, before a question is seen, to as many bytes as the grid's first memory takes.

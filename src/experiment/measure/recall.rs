@@ -1,4 +1,4 @@
-//! `recall`: what memories of facts give back of drawn facts that were written, changed and forgotten (`docs/memories.md`).
+//! `recall`: what memories of facts give back of drawn facts that were written, changed and forgotten (`docs/larimar.md`).
 //!
 //! Nothing is timed: a cell draws its episodes, and its record holds shares of right answers with intervals over them.
 

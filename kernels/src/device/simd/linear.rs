@@ -16,8 +16,8 @@ use std::ops::Range;
 
 /// Rows of `x` up to which `w` is not packed.
 pub const FEW: usize = 8;
-/// How far ahead of what is multiplied memory is asked for: on Zen 5 a token of SmolLM2 from bf16 takes 9.2 ms without, 7.6 at 1 KiB, 7.0 at
-/// 2 KiB and at 4, 7.2 at 8, 8.4 at 16.
+/// How far ahead of what is multiplied memory is asked for; what it brings is in `docs/cpu-kernels.md` ("Prefetching"). For bf16 on
+/// Zen 5, 2 and 4 KiB are alike, and better than 1, 8 and 16.
 pub(super) const AHEAD_BYTES: usize = 4096;
 /// Rows of `w` in a register tile of [`Few`].
 pub(super) const TILE: usize = 4;
