@@ -7,6 +7,7 @@ use super::combined;
 use super::comparison::{self, Pair, Ranked};
 use super::naming::{SEED, TASK};
 use super::noise::{self, Measured};
+use super::outlier;
 use super::palette;
 use super::pools::{Pool, answers, full_score, is_ranked, is_text, left_out, pools};
 use super::table::Table;
@@ -225,7 +226,7 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
     let tight = budget.iter().filter(|ranked| ranked.pool.only_protected()).map(|ranked| ranked.pool.name.clone());
     let apart = comparison::apart(budget);
     Some(format!(
-        "eval at a context of {}{protocol}, {}{}, {}{}: {what}{}{beside}.{}",
+        "eval at a context of {}{protocol}, {}{}, {}{}: {what}{}{beside}.{}{}",
         units::tokens(first.pool.records[0].cell.context_tokens),
         comparison::question(first.pool),
         if apart.is_empty() { String::new() } else { format!(", with{apart}") },
@@ -233,6 +234,7 @@ fn best(budget: &[Ranked], pools: &[Pool], protocol: &str) -> Option<String> {
         if is_scored { "" } else { ", KL in nats a token" },
         if beside.is_empty() { "" } else { "; " },
         text::only_protected(&tight.collect::<Vec<_>>()),
+        outlier::sentence(budget).unwrap_or_default(),
     ))
 }
 

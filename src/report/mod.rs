@@ -28,6 +28,7 @@ mod naming;
 mod noise;
 mod notes;
 mod origin;
+mod outlier;
 mod palette;
 pub mod planner;
 mod pools;

@@ -39,6 +39,10 @@ const FORMATS_OF_KV: [(&str, f64); 35] = [
     ("q4_1", 0.15),
     ("q4_0", 0.2),
     ("iq4_nl", 0.15),
+    ("int4:group=64", 0.2),
+    ("k=q4_0,v=nf4", 0.2),
+    ("k=bf16,v=q4_0", 0.15),
+    ("k=q4_0,v=bf16", 0.15),
     ("q4_0:recent=20,first=3", 0.2),
     ("int4:hadamard=true,recent=17", 0.2),
     ("k=int4:hadamard=true,v=int8:first=30", 0.2),
@@ -50,9 +54,17 @@ const FORMATS_OF_KV: [(&str, f64); 35] = [
 ];
 
 /// `[B, Hq, Hkv, Lq, Lk, D]` of a decode step, of a step of MHA, of a chunk in the middle of a prompt, of rows that
-/// fill no vector, and of rows of a single block, which are no whole words.
-const SHAPES: [[usize; 6]; 5] =
-    [[2, 6, 2, 1, 700, 64], [1, 3, 3, 1, 90, 128], [1, 4, 2, 65, 300, 64], [2, 4, 2, 3, 37, 33], [1, 2, 1, 3, 35, 32]];
+/// fill no vector, of rows of a single block, which are no whole words, and of steps of two and four queries a KV head over wide rows;
+/// and the tokens of a page.
+const SHAPES: [([usize; 6], usize); 7] = [
+    ([2, 6, 2, 1, 700, 64], 16),
+    ([1, 3, 3, 1, 90, 128], 5),
+    ([1, 4, 2, 65, 300, 64], 64),
+    ([2, 4, 2, 3, 37, 33], 1),
+    ([1, 2, 1, 3, 35, 32], 35),
+    ([1, 4, 2, 1, 600, 128], 16),
+    ([1, 4, 1, 1, 300, 256], 7),
+];
 
 const KERNELS: [&str; 4] = ["decode", "tiled", "tiled:br=7,bc=5", "naive"];
 
@@ -87,7 +99,7 @@ fn distance(found: &[f32], expected: &[f32]) -> f64 {
 #[test]
 fn every_kernel_reads_what_every_format_keeps() {
     assert_every_kernel_is_tested();
-    for (extents, page_tokens) in SHAPES.into_iter().zip([16, 5, 64, 1, 35]) {
+    for (extents, page_tokens) in SHAPES {
         let shape = shape(extents);
         let params = Params { softcap: Some(20.0), ..Params::new(shape.head_dim, true) };
         let problem = Problem { shape, params, dtype: DType::F32 };
@@ -121,9 +133,14 @@ fn every_kernel_reads_what_every_format_keeps() {
 /// What codes stand for is rounded to bf16 there, where the processor multiplies bf16.
 #[test]
 fn a_pass_in_bf16_reads_what_every_format_keeps() {
-    for (extents, page_tokens) in
-        [([1, 4, 2, 60, 300, 64], 16), ([1, 3, 1, 21, 90, 128], 5), ([1, 2, 1, 35, 35, 32], 64)]
-    {
+    for (extents, page_tokens) in [
+        ([1, 4, 2, 60, 300, 64], 16),
+        ([1, 3, 1, 21, 90, 128], 5),
+        ([1, 2, 1, 35, 35, 32], 64),
+        ([1, 2, 2, 1, 600, 128], 16),
+        ([1, 4, 2, 1, 300, 128], 5),
+        ([1, 4, 1, 1, 300, 256], 16),
+    ] {
         let shape = shape(extents);
         let problem = Problem { shape, params: Params::new(shape.head_dim, true), dtype: DType::Bf16 };
         let (inputs, arena) = (inputs(&problem, 11), Arena::unlimited());
@@ -142,6 +159,9 @@ fn a_pass_in_bf16_reads_what_every_format_keeps() {
                 let (o, own_lse) = forward_over(kernel, &problem, inputs.q.view(), &cache, cpu(2));
                 let apart = distance(&o, &expected).max(distance(&own_lse, &lse));
                 assert!(apart < 6e-3, "{kernel} over {format}, {extents:?}: {apart:e} from what the cache holds");
+                // Its products are exact, and only its outputs are rounded.
+                let of_sums = distance(&own_lse, &lse);
+                assert!(kernel != "decode" || of_sums < 2e-6, "log-sum-exp over {format}, {extents:?}: {of_sums:e}");
             }
         }
     }

@@ -3,7 +3,8 @@
 //! The unit of work is one KV head and [`SPLIT`] of its keys, for all query heads of the group: each key and value
 //! row is read once, in its own format, for the whole group, so that the time is that of reading the cache. Partial
 //! results are merged in the order of the splits, so the result does not depend on the number of threads
-//! (Flash-Decoding).
+//! (Flash-Decoding). More than four queries of a group read a block of [`BLOCK`] rows again, from the second-level cache. How rows of a
+//! format are read can depend on how many queries there are and on whether bf16 holds them, and with that the order of a sum.
 
 use super::online::{Logits, Running};
 use super::source::token_biases;
@@ -13,7 +14,7 @@ use crate::device::cpu::Slots;
 use crate::device::simd::nibbles::Nibbles;
 use crate::device::simd::pairs::are_bf16;
 use crate::device::simd::reader::RowReader;
-use crate::device::simd::rows::{BLOCK, Dots, Fold, Places, RowList};
+use crate::device::simd::rows::{Addresses, BLOCK, Dots, Fold, RowList};
 use crate::device::simd::{Isa, Simd, SimdOp};
 use crate::format::{KvFormat, RowFormat, rotate, with_codec};
 use crate::tensor::{DType, Rows};
@@ -173,24 +174,39 @@ impl Unit<'_> {
             let from = std::mem::replace(&mut orders[part], to);
             rows.chunks_exact_mut(stride).for_each(|row| from.become_another(to, &mut row[..width]));
         };
-        let (few, in_bf16) = (rows <= Nibbles::FEW, are_bf16(queries));
-        let (mut first, mut places) = (seen.start, Places::default());
+        let (few, in_bf16) = (rows <= Nibbles::MOST_SUMS, are_bf16(queries));
+        let (mut first, mut addresses) = (seen.start, Addresses::default());
         while first < seen.end {
             let (format, end) = alike(call.kv.format(), &keys, &values, first..seen.end.min(first + BLOCK));
+            // Codes by lane pay for one or two queries; keys for more of them where pairs of bf16 are multiplied.
             let in_pairs = |nibbles: &Nibbles| in_bf16 && !format.k.is_rotated() && nibbles.has_pairs(isa);
             let key_nibbles = format.k.nibbles(isa, width).filter(|nibbles| few || in_pairs(nibbles));
             let value_nibbles = format.v.nibbles(isa, width).filter(|_| few);
             turn(0, Order { rotated: format.k.is_rotated(), by_lane: key_nibbles.is_some() }, queries);
             let row_bytes = format.k.row_bytes(width);
             if format.k.group_tokens().is_some() {
-                let list =
-                    RowList::collect(&mut places, [width, row_bytes], &keys, first..end, &values, first..end, &mut []);
+                let list = RowList::collect(
+                    &mut addresses,
+                    [width, row_bytes],
+                    &keys,
+                    first..end,
+                    &values,
+                    first..end,
+                    &mut [],
+                );
                 with_codec!(format.k, reader => {
                     dots_by_group(isa, reader, (&list, &keys, first..end), (queries, stride), scores, copies);
                 });
             } else {
-                let list =
-                    RowList::collect(&mut places, [width, row_bytes], &keys, first..end, &values, first..end, copies);
+                let list = RowList::collect(
+                    &mut addresses,
+                    [width, row_bytes],
+                    &keys,
+                    first..end,
+                    &values,
+                    first..end,
+                    copies,
+                );
                 let (range, queries) = (0..end - first, (&*queries, stride));
                 match key_nibbles {
                     Some(nibbles) => nibbles.dots(isa, &list, range, queries, scores),
@@ -203,7 +219,7 @@ impl Unit<'_> {
             turn(1, Order { rotated: format.v.is_rotated(), by_lane: value_nibbles.is_some() }, o);
             let row_bytes = format.v.row_bytes(width);
             let list =
-                RowList::collect(&mut places, [width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
+                RowList::collect(&mut addresses, [width, row_bytes], &values, first..end, &keys, end..kv_len, copies);
             match value_nibbles {
                 Some(nibbles) => nibbles.accumulate(&list, scores, (o, stride)),
                 None => format.v.accumulate(isa, &list, scores, (o, stride)),

@@ -7,6 +7,7 @@
 
 use super::{RowCodec, rotate};
 use crate::device::simd::integers::Codes;
+use crate::device::simd::nibbles::FourBits;
 use crate::device::simd::reader::RowReader;
 use crate::device::simd::{Levels, RAISED, Simd};
 use crate::named::{Named, NamedError, Parameter};
@@ -66,8 +67,8 @@ pub trait Blocks: Copy + Send + Sync {
         None
     }
 
-    /// As [`RowCodec::nibbles`].
-    fn nibbles(self) -> Option<(bool, &'static Levels)> {
+    /// As [`RowCodec::four_bits`].
+    fn four_bits(self) -> Option<FourBits> {
         None
     }
 
@@ -216,8 +217,8 @@ impl<B: Blocks> RowCodec for B {
         <B as Blocks>::codes(self)
     }
 
-    fn nibbles(self) -> Option<(usize, bool, &'static Levels)> {
-        <B as Blocks>::nibbles(self).map(|(scale_first, levels)| (self.elements(), scale_first, levels))
+    fn four_bits(self) -> Option<FourBits> {
+        <B as Blocks>::four_bits(self)
     }
 
     fn encode(self, row: &[f32], to: &mut [u8]) {

@@ -11,7 +11,8 @@
 use super::blocks::{
     self, Blocks, SIGNED, UNSIGNED, byte, code, codes, half_at, largest, nearest_even, put_codes, put_half, raised,
 };
-use crate::device::simd::{Levels, Simd};
+use crate::device::simd::Simd;
+use crate::device::simd::nibbles::FourBits;
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
 
@@ -153,8 +154,9 @@ impl<const BITS: usize> Blocks for Ints<BITS> {
         }
     }
 
-    fn nibbles(self) -> Option<(bool, &'static Levels)> {
-        (BITS == 4 && !self.zero).then_some((false, &SIGNED))
+    fn four_bits(self) -> Option<FourBits> {
+        let rows = FourBits { elements: self.group, scale_first: false, levels: &SIGNED };
+        (BITS == 4 && !self.zero).then_some(rows)
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

@@ -5,6 +5,7 @@
 use super::blocks::{Blocks, coded, half_at, nearest_level, nibble, nibbles, put_half, put_nibbles};
 use super::fit::{by_square, put_not_finite, symmetric};
 use crate::device::simd::integers::Codes;
+use crate::device::simd::nibbles::FourBits;
 use crate::device::simd::{Levels, Simd};
 use crate::named::{Named, NamedError};
 
@@ -45,6 +46,10 @@ impl Blocks for Iq4Nl {
     unsafe fn vectors<S: Simd>(self, simd: S, block: *const u8, offset: usize, to: &mut [S::Vector]) {
         // SAFETY: as above.
         unsafe { simd.load_32_nibbles(block.add(2 + offset / 2), &LEVELS, (simd.splat_f16(block.cast()), None), to) }
+    }
+
+    fn four_bits(self) -> Option<FourBits> {
+        Some(FourBits { elements: 32, scale_first: true, levels: &LEVELS })
     }
 
     fn codes(self) -> Option<Codes> {

@@ -46,11 +46,11 @@ pub use kv::{FULL_PARAMETERS, Full, KIVI, KvFormat};
 pub use nf4::{LEVELS as NF4_LEVELS, Nf4};
 pub use uint::{Grid, Step, Uint};
 
+use crate::device::simd::Isa;
 use crate::device::simd::integers::Codes;
-use crate::device::simd::nibbles::Nibbles;
+use crate::device::simd::nibbles::{FourBits, Nibbles};
 use crate::device::simd::reader::{Plain, RowReader};
 use crate::device::simd::widen::Widen;
-use crate::device::simd::{Isa, Levels};
 use crate::named::{Named, NamedError, Parameter};
 use crate::tensor::{ChannelScales, Coded, DType, RowCode, Rows};
 use half::f16;
@@ -109,9 +109,8 @@ pub(crate) trait RowCodec: RowReader {
         None
     }
 
-    /// Of rows that are blocks of four-bit codes with an f16 scale each and nothing else: the elements of a block, whether its scale is
-    /// in front, and what codes stand for.
-    fn nibbles(self) -> Option<(usize, bool, &'static Levels)> {
+    /// How a row lies that is blocks of four-bit codes with an f16 scale each, and nothing else.
+    fn four_bits(self) -> Option<FourBits> {
         None
     }
 
@@ -357,8 +356,7 @@ impl RowFormat {
 
     /// What multiplies cached rows of `width` four-bit codes fastest on a path, if that is not [`RowFormat::dots`].
     pub fn nibbles(self, isa: Isa, width: usize) -> Option<Nibbles> {
-        let (elements, scale_first, levels) = with_codec!(self, codec => codec.nibbles())?;
-        Nibbles::new(isa, width, (elements, scale_first), levels)
+        Nibbles::new(isa, width, with_codec!(self, codec => codec.four_bits())?)
     }
 
     /// How codes lie, where products of whole numbers read them.

@@ -6,6 +6,7 @@
 //! anywhere. Of 64 elements, 34 bytes: 4.25 bits. With `scale=f32` the scale keeps what bitsandbytes' folders have: 36 bytes, 4.5 bits.
 
 use super::blocks::{self, Blocks, half_at, largest, nearest_level, nibble, nibbles, put_codes, put_half, put_nibbles};
+use crate::device::simd::nibbles::FourBits;
 use crate::device::simd::{Levels, Simd};
 use crate::named::{Named, NamedError, Parameter};
 use std::fmt;
@@ -130,9 +131,9 @@ impl Blocks for Nf4 {
         }
     }
 
-    fn nibbles(self) -> Option<(bool, &'static Levels)> {
+    fn four_bits(self) -> Option<FourBits> {
         const ALL: Levels = Levels::new(LEVELS);
-        (!self.wide).then_some((true, &ALL))
+        (!self.wide).then_some(FourBits { elements: self.group, scale_first: true, levels: &ALL })
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

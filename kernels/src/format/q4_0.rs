@@ -7,8 +7,9 @@
 
 use super::blocks::{Blocks, SIGNED, coded, half_at, largest, nibble, nibbles, put_half, put_nibbles, raised};
 use super::fit::{put_not_finite, signed, symmetric};
+use crate::device::simd::Simd;
 use crate::device::simd::integers::Codes;
-use crate::device::simd::{Levels, Simd};
+use crate::device::simd::nibbles::FourBits;
 use crate::named::{Named, NamedError};
 
 /// Four bits with a scale for each block.
@@ -54,8 +55,8 @@ impl Blocks for Q4_0 {
         Some(Codes::Nibbles { minimum: false, fifth: false })
     }
 
-    fn nibbles(self) -> Option<(bool, &'static Levels)> {
-        Some((true, &SIGNED))
+    fn four_bits(self) -> Option<FourBits> {
+        Some(FourBits { elements: 32, scale_first: true, levels: &SIGNED })
     }
 
     fn encode(self, block: &[f32], to: &mut [u8]) {

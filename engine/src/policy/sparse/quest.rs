@@ -14,7 +14,7 @@ use crate::cache::{CacheShape, PAGE_TOKENS};
 use crate::device::Cpu;
 use crate::device::cpu::Slots;
 use crate::device::simd::Isa;
-use crate::device::simd::rows::{BLOCK, Places, RowList};
+use crate::device::simd::rows::{Addresses, BLOCK, RowList};
 use crate::format::RowFormat;
 use crate::memory::{Arena, ArenaError, Buffer, Label};
 use crate::policy::select::keep_best;
@@ -252,12 +252,12 @@ impl Bounds<'_> {
         let line = 2 * width * dtype.bytes();
         let pages = scores.len();
         let lines = |page: usize| Rows::contiguous(dtype, &index[page * line..pages * line], [pages - page, 2 * width]);
-        let mut places = Places::default();
+        let mut addresses = Addresses::default();
         for (block, scores) in scores.chunks_mut(BLOCK).enumerate() {
             let first = block * BLOCK;
             let end = first + scores.len();
             let list =
-                RowList::collect(&mut places, [2 * width, line], &lines, first..end, &lines, end..pages, &mut []);
+                RowList::collect(&mut addresses, [2 * width, line], &lines, first..end, &lines, end..pages, &mut []);
             RowFormat::plain(dtype).dots(isa, &list, 0..scores.len(), (queries, stride), blocks);
             scores.fill(f32::NEG_INFINITY);
             for of_head in blocks.chunks_exact(BLOCK) {

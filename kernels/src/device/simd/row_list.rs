@@ -18,11 +18,11 @@ const AHEAD: usize = 128;
 pub(super) const LINE_BYTES: usize = 64;
 
 /// Room for the addresses of a list: three kilobytes, which one list after another uses.
-pub struct Places([*const u8; BLOCK + AHEAD]);
+pub struct Addresses([*const u8; BLOCK + AHEAD]);
 
-impl Default for Places {
+impl Default for Addresses {
     fn default() -> Self {
-        Places([std::ptr::null(); BLOCK + AHEAD])
+        Addresses([std::ptr::null(); BLOCK + AHEAD])
     }
 }
 
@@ -38,14 +38,14 @@ pub struct RowList<'a> {
 }
 
 impl<'a> RowList<'a> {
-    /// The rows `range`, `width` elements in `row_bytes` each, that will be followed by the rows `next_range` of `next`.
+    /// Lists, in the room `at`, the rows `range`, `width` elements in `row_bytes` each, that will be followed by the rows `next_range` of `next`.
     /// `rows(i)` gives row `i` and as many after it as are uniformly strided. Rows whose elements are no neighbours are
     /// copied to `copies`, which holds as many elements in f32.
     ///
     /// # Panics
     /// When there are more than [`BLOCK`] rows, rows of other bytes or of another width, or no room for copies.
     pub fn collect<'r: 'a>(
-        Places(at): &'a mut Places,
+        Addresses(at): &'a mut Addresses,
         [width, row_bytes]: [usize; 2],
         rows: &dyn Fn(usize) -> Rows<'r>,
         range: Range<usize>,

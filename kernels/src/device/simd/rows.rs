@@ -6,7 +6,7 @@
 //! what will be read next. Lists are long, because each change of the place that is read costs time.
 
 use super::reader::RowReader;
-pub use super::row_list::{BLOCK, Places, RowList};
+pub use super::row_list::{Addresses, BLOCK, RowList};
 use super::vector::each;
 use super::{Simd, SimdOp};
 use crate::tensor::ChannelScales;
@@ -480,8 +480,8 @@ mod tests {
             let source = |row: usize| rows.skip(row).first(run - row % run);
             let mut copies = vec![0.0; count * width];
             let bytes = [width, reader.row_bytes(width)];
-            let mut places = Places::default();
-            let list = RowList::collect(&mut places, bytes, &source, 0..count, &source, 0..count, &mut copies);
+            let mut addresses = Addresses::default();
+            let list = RowList::collect(&mut addresses, bytes, &source, 0..count, &source, 0..count, &mut copies);
 
             let mut x = vec![0.0; queries * stride];
             x.iter_mut()

@@ -3,13 +3,14 @@
 //! [`rows`](super::rows) widens such rows block by block, in the order of their elements; a code then costs as much as the
 //! product that it is for. Here a permutation brings the codes of 128 columns into one vector, whose lanes hold eight each. A
 //! shift and a lookup give one of each lane, and scales wait for the sum of a row (a lane belongs to one block), or go with the
-//! weight of the row. So columns come in another order, [`Nibbles::arrange`], in which queries are put before and from which sums of
-//! values are put back behind. Where the path has fast dot products of bf16, keys are looked up as pairs of them for queries that
-//! bf16 holds; products are exact either way.
+//! weight of the row. Columns therefore come in another order, that of lanes: queries are brought into it first
+//! ([`Nibbles::arrange`]), and sums of values are brought back at the end ([`Nibbles::restore`]). Where the path has fast dot products of
+//! bf16, keys are looked up as pairs of them for queries that bf16 holds ([`pairs`](super::pairs)).
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
+#[cfg(target_arch = "x86_64")]
 use super::pairs::are_bf16;
 use super::row_list::{BLOCK, RowList};
 use super::{Isa, Levels};
@@ -17,12 +18,23 @@ use std::ops::Range;
 
 /// Columns that go through together.
 const COLUMNS: usize = 128;
-/// Most columns of a row.
-const MOST_COLUMNS: usize = 256;
 
-/// How rows of four-bit codes lie: blocks of codes and an f16 scale.
+/// Rows that are blocks of four-bit codes with an f16 scale each, and nothing else.
 #[derive(Debug, Clone, Copy)]
+pub struct FourBits {
+    /// Elements of a block.
+    pub elements: usize,
+    /// Whether its scale stands in front of the codes.
+    pub scale_first: bool,
+    /// What codes stand for, of a scale of 1.
+    pub levels: &'static Levels,
+}
+
+/// What multiplies such rows of a width.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "made only for AVX-512"))]
 pub struct Nibbles {
+    width: usize,
     /// Where words of 128 columns come from.
     at: &'static Layout,
     levels: &'static Levels,
@@ -30,6 +42,7 @@ pub struct Nibbles {
 
 /// Which words of a row's 128 columns, its first 32 and its last 32, become codes and which scales.
 #[derive(Debug)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "read only by AVX-512"))]
 struct Layout {
     codes: [u16; 32],
     scales: [u16; 32],
@@ -71,22 +84,18 @@ const fn column(place: usize) -> usize {
 }
 
 impl Nibbles {
-    /// Most query rows for which this is faster in f32: sums of more do not fit into registers.
-    pub const FEW: usize = 2;
+    /// Most query rows for which sums of values are taken so: more do not fit into registers. In f32, products of more with keys are not
+    /// faster either.
+    pub const MOST_SUMS: usize = 2;
 
-    /// Blocks of so many elements; none where blocks, the width of rows or the path are others than this is for.
-    pub fn new(
-        isa: Isa,
-        width: usize,
-        (elements, scale_first): (usize, bool),
-        levels: &'static Levels,
-    ) -> Option<Self> {
+    /// For rows of a width; none where blocks, the width or the path are others than this is for.
+    pub fn new(isa: Isa, width: usize, FourBits { elements, scale_first, levels }: FourBits) -> Option<Self> {
         let size = [32, 64, 128].into_iter().position(|size| size == elements)?;
-        let is_for = isa.has_avx512() && width.is_multiple_of(COLUMNS) && width <= MOST_COLUMNS;
-        is_for.then(|| Nibbles { at: &LAYOUTS[size][usize::from(scale_first)], levels })
+        let is_for = isa.has_avx512() && width.is_multiple_of(COLUMNS) && width <= super::pairs::MOST_COLUMNS;
+        is_for.then(|| Nibbles { width, at: &LAYOUTS[size][usize::from(scale_first)], levels })
     }
 
-    /// Whether keys are multiplied in pairs of bf16 with queries that [`are_bf16`].
+    /// Whether keys are multiplied in pairs of bf16 with queries that [`are_bf16`](super::pairs::are_bf16).
     pub fn has_pairs(self, isa: Isa) -> bool {
         isa.has_fast_pairs() && self.levels.whole.is_some()
     }
@@ -109,7 +118,7 @@ impl Nibbles {
     /// As [`Dots`](super::rows::Dots), of arranged queries.
     ///
     /// # Panics
-    /// When a slice is too short.
+    /// When rows are of another width, or a slice is too short.
     pub fn dots(
         self,
         isa: Isa,
@@ -118,47 +127,40 @@ impl Nibbles {
         (queries, stride): (&[f32], usize),
         scores: &mut [f32],
     ) {
-        let in_bf16 = self.has_pairs(isa) && are_bf16(queries);
-        for (queries, scores) in queries.chunks(4 * stride).zip(scores.chunks_mut(4 * BLOCK)) {
-            let dots = Dots { nibbles: self, rows, range: range.clone(), queries, stride, scores };
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: a `Nibbles` is made only for paths with AVX-512, and pairs are fast only where they are.
-            unsafe {
-                dots.run(in_bf16);
-            }
+        assert!(rows.width() == self.width && self.width <= stride, "rows of {} columns", rows.width());
+        assert!(scores.len() >= queries.len() / stride * BLOCK, "scores are too short");
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a `Nibbles` is made only for paths with AVX-512, and pairs are fast only where they are.
+        unsafe {
+            self.dots_with_keys((rows, range), (queries, stride), scores, self.has_pairs(isa) && are_bf16(queries));
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        unreachable!("made only for AVX-512, which {} is not, for rows {range:?}", isa.name());
     }
 
-    /// As [`Accumulate`](super::rows::Accumulate), onto arranged outputs, at most [`Nibbles::FEW`].
+    /// As [`Accumulate`](super::rows::Accumulate), onto arranged outputs, at most [`Nibbles::MOST_SUMS`].
     ///
     /// # Panics
-    /// When a slice is too short, or there are more outputs.
+    /// When rows are of another width, a slice is too short, or there are more outputs.
     pub fn accumulate(self, rows: &RowList<'_>, weights: &[f32], (outputs, stride): (&mut [f32], usize)) {
         let count = outputs.len() / stride;
-        assert!((1..=Self::FEW).contains(&count), "{count} outputs, of at most {}", Self::FEW);
-        assert!(rows.width() <= stride && weights.len() >= count * BLOCK, "weights are too short");
+        assert!((1..=Self::MOST_SUMS).contains(&count), "{count} outputs, of at most {}", Self::MOST_SUMS);
+        assert!(rows.width() == self.width && self.width <= stride, "rows of {} columns", rows.width());
+        assert!(weights.len() >= count * BLOCK, "weights are too short");
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a `Nibbles` is made only for paths with AVX-512; outputs and weights are as long as is asserted.
         unsafe {
             self.sums(rows, weights.as_ptr(), (outputs.as_mut_ptr(), stride), count);
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        unreachable!("made only for AVX-512");
     }
-}
-
-/// Inner products of up to four arranged queries with some rows of a list.
-struct Dots<'a> {
-    nibbles: Nibbles,
-    rows: &'a RowList<'a>,
-    range: Range<usize>,
-    queries: &'a [f32],
-    stride: usize,
-    scores: &'a mut [f32],
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::simd::rows::{self, Places};
+    use crate::device::simd::rows::{self, Addresses};
     use crate::format::{RowFormat, with_codec};
     use crate::tensor::{Coded, Rows};
 
@@ -170,8 +172,8 @@ mod tests {
         format.encode(&wide, width, &mut bytes);
         let coded = Rows::Coded(Coded::new(&format, &bytes, row_bytes, width));
         let source = |row: usize| coded.skip(row).first(run - row % run);
-        let mut places = Places::default();
-        let list = RowList::collect(&mut places, [width, row_bytes], &source, 0..count, &source, 0..count, &mut []);
+        let mut addresses = Addresses::default();
+        let list = RowList::collect(&mut addresses, [width, row_bytes], &source, 0..count, &source, 0..count, &mut []);
         let nibbles = format.nibbles(isa, width).unwrap();
         let arranged = |rows: &[f32]| {
             let mut rows = rows.to_vec();
@@ -180,7 +182,7 @@ mod tests {
         };
 
         let x: Vec<f32> = (0..queries * width).map(|at| (at * 7 % 23) as f32 * step - 5.0).collect();
-        let range = count.min(2)..count;
+        let range = (count / 3).min(2)..count;
         let (mut scores, mut expected) = (vec![0.0; queries * BLOCK], vec![0.0; queries * BLOCK]);
         nibbles.dots(isa, &list, range.clone(), (&arranged(&x), width), &mut scores);
         format.dots(isa, &list, range, (&x, width), &mut expected);
@@ -190,7 +192,7 @@ mod tests {
                 "{format}, {count} x {width}, {queries}, at {at}: {got}, not {expected}"
             );
         }
-        if queries <= Nibbles::FEW {
+        if queries <= Nibbles::MOST_SUMS {
             let mut weights: Vec<f32> = (0..queries * BLOCK).map(|at| (at % 7) as f32 - 2.5).collect();
             let start: Vec<f32> = (0..queries * width).map(|at| at as f32).collect();
             let (mut sums, mut expected) = (arranged(&start), start);
@@ -207,17 +209,37 @@ mod tests {
 
     #[test]
     fn products_and_sums_are_those_of_rows_read_by_blocks() {
-        let formats = ["q4_0", "int4", "int4:group=64", "int4:group=128", "nf4", "nf4:group=32", "int4:hadamard=true"];
+        const FORMATS: &[&str] = &[
+            "q4_0",
+            "int4",
+            "int4:group=64",
+            "int4:group=128",
+            "nf4",
+            "nf4:group=32",
+            "nf4:group=128",
+            "iq4_nl",
+            "int4:hadamard=true",
+        ];
+        // Rows, columns, queries and how many rows lie one behind another.
+        const EXTENTS: &[(usize, usize, usize, usize)] = &[
+            (1, 128, 1, 9),
+            (7, 256, 2, 3),
+            (40, 128, 4, 16),
+            (256, 128, 3, 999),
+            (9, 256, 5, 4),
+            (40, 256, 2, 16),
+            (33, 128, 1, 5),
+        ];
         for isa in Isa::available().filter(|isa| isa.has_avx512()) {
-            for format in formats.map(|text| text.parse().unwrap()) {
-                for (count, width, queries, run) in
-                    [(1, 128, 1, 9), (7, 256, 2, 3), (40, 128, 4, 16), (256, 128, 3, 999), (9, 256, 5, 4)]
-                {
+            for format in FORMATS.iter().map(|text| text.parse::<RowFormat>().unwrap()) {
+                for &extents in EXTENTS {
                     // A step that bf16 holds, and one that it does not.
                     for step in [0.5, 0.3] {
-                        check(isa, format, (count, width, queries, run), step);
+                        check(isa, format, extents, step);
                     }
                 }
+                let has_pairs = isa.name() == "avx512-bf16" && !format.to_string().starts_with("nf4");
+                assert_eq!(format.nibbles(isa, 128).unwrap().has_pairs(isa), has_pairs, "{format} on {}", isa.name());
             }
             for (format, width) in
                 [("q4_0", 64), ("q4_0", 160), ("int4:zero=true", 128), ("int4:group=256", 256), ("int8", 128)]
