@@ -11,7 +11,7 @@ use kvsieve::tensor::{DType, RowCode, Tensor};
 
 /// Formats with something of their own, and how far the output may be from that over what was given, as a relative L2
 /// distance. An element of int8 is off by up to half of 1/127 of its row's largest, of bf16 by 2^-9 of itself.
-const FORMATS_OF_KV: [(&str, f64); 35] = [
+const FORMATS_OF_KV: [(&str, f64); 39] = [
     ("f32", 1e-6),
     ("bf16", 4e-3),
     ("f16", 1e-3),
