@@ -95,7 +95,7 @@ impl Nibbles {
         is_for.then(|| Nibbles { width, at: &LAYOUTS[size][usize::from(scale_first)], levels })
     }
 
-    /// Whether keys are multiplied in pairs of bf16 with queries that [`are_bf16`](super::pairs::are_bf16).
+    /// Whether keys are multiplied in pairs of bf16 with queries that bf16 holds ([`super::pairs::are_bf16`]).
     pub fn has_pairs(self, isa: Isa) -> bool {
         isa.has_fast_pairs() && self.levels.whole.is_some()
     }
