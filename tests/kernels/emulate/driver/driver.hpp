@@ -64,9 +64,11 @@ struct Driver {
     int retained = 0;         // of the primary context
     Result broken = SUCCESS;  // what a kernel did
     bool lost = false;        // the device answers no more
-    bool is_timing = false;   // between two timed events
 };
 extern Driver driver;
+
+// Whether this thread is between two timed events: what others load meanwhile is none of its business.
+inline thread_local bool is_timing = false;
 
 enum class Needs { nothing, initialised, context };
 Result refusal(Needs needs);

@@ -138,7 +138,7 @@ API cuModuleLoadData(void **handle, const void *image) {
         return INVALID_IMAGE;
     }
     if (header.e_machine != EM_X86_64) return NO_BINARY_FOR_GPU;
-    if (driver.is_timing) {
+    if (is_timing) {
         COMPLAIN("a module is loaded between two timed events, and its loading would be timed");
         return NOT_PERMITTED;
     }

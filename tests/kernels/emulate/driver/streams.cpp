@@ -73,7 +73,7 @@ void drain_all() {
 }
 
 void forget_streams() {
-    driver.is_timing = false;
+    is_timing = false;
     legacy.work.clear();
     streams.clear();
     events.clear();
@@ -152,7 +152,7 @@ API cuEventRecord(void *handle, void *stream_handle) {
     Stream *stream = stream_of(stream_handle);
     const auto event = event_of(handle);
     if (!stream || !event) return INVALID_HANDLE;
-    if (event->timed) driver.is_timing = !driver.is_timing;
+    if (event->timed) is_timing = !is_timing;
     event->stream = stream_handle;
     event->recorded = true, event->done = false;
     event->number = enqueue(*stream, [event, number = next_number] {
