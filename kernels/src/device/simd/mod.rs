@@ -6,9 +6,10 @@
 //! an ordinary function would be compiled for the target's baseline, where every intrinsic is a call. On top of the
 //! trait stand `math` (exponentials), `product` (the one register-blocked matrix product that all tiled kernels share),
 //! `pack` (rows of any element type into the layout that it reads), `rows` (inner products with rows, and sums of rows,
-//! that are read once where they lie), `pairs` and `nibbles` (the same of bf16 and of four-bit codes where AVX-512 has a faster way), `widen` (copies of coded rows), `linear` (products with the rows of a weight matrix)
-//! and `loops`, which the compiler vectorises by itself; beside it `integers`, products of whole numbers. A result depends
-//! on the path only through the order in which it is summed, and for bf16 on whether products are taken in bf16 pairs.
+//! that are read once where they lie), `pairs` and `nibbles` (the same of bf16 and of four-bit codes, where AVX-512 has a
+//! faster way), `widen` (copies of coded rows), `linear` (products with the rows of a weight matrix) and `loops`, which the
+//! compiler vectorises by itself; beside it `integers`, products of whole numbers. A result depends on the path only through
+//! the order in which it is summed, and for bf16 on whether products are taken in bf16 pairs.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
