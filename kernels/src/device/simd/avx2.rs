@@ -1,7 +1,7 @@
 //! AVX2 and FMA: vectors of 8 f32.
 
 use super::vector::{RAISED, each};
-use super::{Levels, Native, Simd};
+use super::{Levels, Native, Simd, prefetch};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -377,8 +377,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn prefetch(self, at: *const u8) {
-        // A prefetch of an address that cannot be read does nothing.
-        register!(_mm_prefetch::<_MM_HINT_T0>(at.cast()));
+        prefetch::ask(at);
     }
 }
 

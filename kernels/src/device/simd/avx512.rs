@@ -1,7 +1,7 @@
 //! AVX-512: vectors of 16 f32, with AVX512-BF16 dot products of pairs of bf16, and with AMX products of tiles of them.
 
 use super::product::{Extents, Left, Right};
-use super::{Levels, Native, Simd, Unit, amx};
+use super::{Levels, Native, Simd, Unit, amx, prefetch};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -356,8 +356,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
 
     #[inline(always)]
     fn prefetch(self, at: *const u8) {
-        // A prefetch of an address that cannot be read does nothing.
-        register!(_mm_prefetch::<_MM_HINT_T0>(at.cast()));
+        prefetch::ask(at);
     }
 }
 

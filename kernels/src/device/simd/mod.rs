@@ -27,6 +27,8 @@ pub mod pack;
 pub mod pairs;
 pub mod panel;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod prefetch;
 pub mod product;
 mod quads;
 pub mod reader;
@@ -91,6 +93,8 @@ impl Isa {
 
     /// The paths of this machine, those with more instructions first.
     pub fn available() -> impl Iterator<Item = Isa> {
+        #[cfg(target_arch = "x86_64")]
+        prefetch::prepare();
         let paths = [Path::Amx, Path::Avx512Bf16, Path::Avx512, Path::Avx2, Path::Portable];
         paths.into_iter().filter(|path| path.is_here()).map(Isa)
     }
