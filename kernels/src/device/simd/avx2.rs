@@ -376,8 +376,13 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn prefetch(self, at: *const u8) {
-        prefetch::ask(at);
+    fn prefetch_near(self, at: *const u8) {
+        prefetch::near(at);
+    }
+
+    #[inline(always)]
+    fn prefetch_far(self, at: *const u8) {
+        prefetch::far(at);
     }
 }
 

@@ -355,8 +355,13 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
-    fn prefetch(self, at: *const u8) {
-        prefetch::ask(at);
+    fn prefetch_near(self, at: *const u8) {
+        prefetch::near(at);
+    }
+
+    #[inline(always)]
+    fn prefetch_far(self, at: *const u8) {
+        prefetch::far(at);
     }
 }
 

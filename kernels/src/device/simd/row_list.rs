@@ -34,6 +34,8 @@ pub struct RowList<'a> {
     width: usize,
     /// Rows from one that is read to one that is asked for.
     ahead: usize,
+    /// Whether an element takes a byte or more, so that memory is what waits.
+    is_wide: bool,
     rows: PhantomData<&'a [u8]>,
 }
 
@@ -85,7 +87,7 @@ impl<'a> RowList<'a> {
         // Where nothing follows, what is there already is asked for.
         let first = at[0];
         at[count + listed..count + ahead].fill(first);
-        RowList { at, count, width, ahead, rows: PhantomData }
+        RowList { at, count, width, ahead, is_wide: row_bytes >= width, rows: PhantomData }
     }
 
     /// Rows that may be read.
@@ -139,10 +141,10 @@ impl<'a> RowList<'a> {
         let ahead = |row: usize| unsafe { self.row(index + row + self.ahead) };
         // Where they lie one behind another, no line is asked for twice.
         if ahead(ROWS - 1).addr().wrapping_sub(ahead(0).addr()) == (ROWS - 1) * row_bytes {
-            return ask(simd, ahead(0), ROWS * row_bytes);
+            return self.ask(simd, ahead(0), ROWS * row_bytes);
         }
         for row in 0..ROWS {
-            ask(simd, ahead(row), row_bytes);
+            self.ask(simd, ahead(row), row_bytes);
         }
     }
 
@@ -153,15 +155,18 @@ impl<'a> RowList<'a> {
     #[inline(always)]
     pub(super) unsafe fn prefetch<S: Simd>(&self, simd: S, index: usize, first: usize, len_bytes: usize) {
         // SAFETY: the caller's promise.
-        ask(simd, unsafe { self.row(index + self.ahead) }.wrapping_add(first), len_bytes);
+        self.ask(simd, unsafe { self.row(index + self.ahead) }.wrapping_add(first), len_bytes);
     }
-}
 
-/// Asks for the lines of some bytes; those that begin on no line may lie in one more, which the row behind them asks for.
-#[inline(always)]
-fn ask<S: Simd>(simd: S, from: *const u8, len_bytes: usize) {
-    for line in (0..len_bytes).step_by(LINE_BYTES) {
-        simd.prefetch(from.wrapping_add(line));
+    /// Asks for the lines of some bytes; those that begin on no line may lie in one more, which the row behind them asks for.
+    #[inline(always)]
+    fn ask<S: Simd>(&self, simd: S, from: *const u8, len_bytes: usize) {
+        for line in (0..len_bytes).step_by(LINE_BYTES) {
+            match self.is_wide {
+                true => simd.prefetch_far(from.wrapping_add(line)),
+                false => simd.prefetch_near(from.wrapping_add(line)),
+            }
+        }
     }
 }
 

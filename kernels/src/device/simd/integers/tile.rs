@@ -88,7 +88,7 @@ unsafe fn tile<L: Lanes, U: Unpack, const QUERIES: usize>(
         for quad in 0..groups.div_ceil(QUAD / GROUP) {
             // Pieces of 16 bytes out of order are no stream that processors notice by themselves.
             for line in (0..U::BYTES).step_by(LINE_BYTES) {
-                simd.prefetch(row.wrapping_add(quad * U::BYTES + AHEAD_BYTES + line));
+                simd.prefetch_near(row.wrapping_add(quad * U::BYTES + AHEAD_BYTES + line));
             }
             // SAFETY: the caller's promise.
             let w = unsafe { unpack.quad(lanes, row, quad, groups - 1) };
