@@ -134,7 +134,7 @@ impl SimdOp for Read<'_> {
         let mut sums = [simd.splat(0.0); 4];
         // Hardware prefetchers stop at the end of a page: asking ahead is what reads fastest.
         for line in self.0.chunks_exact(LINE_BYTES / 4) {
-            simd.prefetch_far(line.as_ptr().cast::<u8>().wrapping_add(AHEAD_BYTES));
+            simd.prefetch_for_reading(line.as_ptr().cast::<u8>().wrapping_add(AHEAD_BYTES));
             for (sum, x) in sums.iter_mut().zip(line.chunks_exact(S::LANES)) {
                 *sum = simd.add(*sum, simd.read(x));
             }

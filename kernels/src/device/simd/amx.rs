@@ -6,11 +6,10 @@
 //! of a thread ([`Configured`]). The instructions are not in stable Rust's intrinsics, so that they are written in assembly;
 //! compiled code never touches tiles by itself, and no product leaves anything in them for the next.
 
-use super::Simd;
 use super::product::Extents;
+use super::{Simd, cpuid};
 use bytemuck::Zeroable;
 use std::arch::asm;
-use std::arch::x86_64::__cpuid_count;
 use std::sync::LazyLock;
 
 /// Rows of a tile, and units of 32 bits in one of its rows.
@@ -27,7 +26,7 @@ pub fn is_here() -> bool {
     const BF16: u32 = 1 << 22;
     const TILES: u32 = 1 << 24;
     static IS_HERE: LazyLock<bool> = LazyLock::new(|| {
-        let has = __cpuid_count(7, 0).edx;
+        let has = cpuid(7).edx;
         cfg!(target_os = "linux") && has & BF16 != 0 && has & TILES != 0 && permitted()
     });
     *IS_HERE

@@ -376,13 +376,13 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn prefetch_near(self, at: *const u8) {
-        prefetch::near(at);
+    fn prefetch_for_work(self, at: *const u8) {
+        prefetch::for_work(at);
     }
 
     #[inline(always)]
-    fn prefetch_far(self, at: *const u8) {
-        prefetch::far(at);
+    fn prefetch_for_reading(self, at: *const u8) {
+        prefetch::for_reading(at);
     }
 }
 

@@ -355,13 +355,13 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
-    fn prefetch_near(self, at: *const u8) {
-        prefetch::near(at);
+    fn prefetch_for_work(self, at: *const u8) {
+        prefetch::for_work(at);
     }
 
     #[inline(always)]
-    fn prefetch_far(self, at: *const u8) {
-        prefetch::far(at);
+    fn prefetch_for_reading(self, at: *const u8) {
+        prefetch::for_reading(at);
     }
 }
 

@@ -205,7 +205,7 @@ unsafe fn four<S: Simd, R: RowReader, const QUERIES: usize>(
                 // Codes are widened slowly enough for the processor to fetch ahead by itself, and f32 is read at full speed as it is.
                 if end - at == 2 * APART * S::LANES {
                     for line in (at..end).step_by(LINE_BYTES) {
-                        simd.prefetch_far(row.wrapping_add(AHEAD_BYTES + line));
+                        simd.prefetch_for_reading(row.wrapping_add(AHEAD_BYTES + line));
                     }
                 }
                 let w: [S::Vector; APART] = reader.load_many(simd, row, column);

@@ -246,3 +246,13 @@ impl Path {
         self == Path::Portable
     }
 }
+
+/// What the processor says of itself on a leaf that it has.
+#[cfg(target_arch = "x86_64")]
+fn cpuid(leaf: u32) -> std::arch::x86_64::CpuidResult {
+    // SAFETY: every x86-64 processor has the instruction. Rust 1.90 still wants the block.
+    #[allow(unused_unsafe)]
+    unsafe {
+        std::arch::x86_64::__cpuid_count(leaf, 0)
+    }
+}

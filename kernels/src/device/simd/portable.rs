@@ -215,10 +215,10 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    fn prefetch_near(self, _at: *const u8) {}
+    fn prefetch_for_work(self, _at: *const u8) {}
 
     #[inline(always)]
-    fn prefetch_far(self, _at: *const u8) {}
+    fn prefetch_for_reading(self, _at: *const u8) {}
 }
 
 impl Native for Portable {

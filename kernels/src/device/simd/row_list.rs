@@ -34,7 +34,7 @@ pub struct RowList<'a> {
     width: usize,
     /// Rows from one that is read to one that is asked for.
     ahead: usize,
-    /// Whether an element takes a byte or more, so that memory is what waits.
+    /// Whether an element takes a byte or more, so that reading takes the time. What is read next is taken to be alike.
     is_wide: bool,
     rows: PhantomData<&'a [u8]>,
 }
@@ -158,13 +158,14 @@ impl<'a> RowList<'a> {
         self.ask(simd, unsafe { self.row(index + self.ahead) }.wrapping_add(first), len_bytes);
     }
 
-    /// Asks for the lines of some bytes; those that begin on no line may lie in one more, which the row behind them asks for.
+    /// Asks for the lines of some bytes; those that begin on no line may lie in one more, which the row behind them asks
+    /// for.
     #[inline(always)]
     fn ask<S: Simd>(&self, simd: S, from: *const u8, len_bytes: usize) {
         for line in (0..len_bytes).step_by(LINE_BYTES) {
             match self.is_wide {
-                true => simd.prefetch_far(from.wrapping_add(line)),
-                false => simd.prefetch_near(from.wrapping_add(line)),
+                true => simd.prefetch_for_reading(from.wrapping_add(line)),
+                false => simd.prefetch_for_work(from.wrapping_add(line)),
             }
         }
     }

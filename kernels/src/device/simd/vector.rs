@@ -216,11 +216,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// `LANES` readable rows of `LANES` words begin at `from`, `from_stride_bytes` apart; likewise the writable rows
     /// at `to`, `to_stride` words apart.
     unsafe fn transpose(self, from: *const u8, from_stride_bytes: usize, to: *mut f32, to_stride: usize);
-    /// Asks for the cache line at `at`, which need not be readable, into the first-level cache: where the work on a line
-    /// takes longer than reading it.
-    fn prefetch_near(self, at: *const u8);
-    /// The same, into the cache where this processor wants lines that are read as fast as memory gives them.
-    fn prefetch_far(self, at: *const u8);
+    /// Asks for the cache line at `at`, which need not be readable, where the work on it takes longer than reading it.
+    fn prefetch_for_work(self, at: *const u8);
+    /// The same where reading takes the time.
+    fn prefetch_for_reading(self, at: *const u8);
 
     /// The first [`Simd::LANES`] elements of a slice.
     #[inline(always)]

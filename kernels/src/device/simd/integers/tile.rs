@@ -86,9 +86,10 @@ unsafe fn tile<L: Lanes, U: Unpack, const QUERIES: usize>(
     for (index, row) in rows.into_iter().enumerate() {
         let (mut sums, mut least) = ([lanes.splat(0.0); QUERIES], [lanes.splat(0.0); QUERIES]);
         for quad in 0..groups.div_ceil(QUAD / GROUP) {
-            // Pieces of 16 bytes out of order are no stream that processors notice by themselves.
+            // Pieces of 16 bytes out of order are no stream that processors notice by themselves. Their work takes
+            // longer than reading them.
             for line in (0..U::BYTES).step_by(LINE_BYTES) {
-                simd.prefetch_near(row.wrapping_add(quad * U::BYTES + AHEAD_BYTES + line));
+                simd.prefetch_for_work(row.wrapping_add(quad * U::BYTES + AHEAD_BYTES + line));
             }
             // SAFETY: the caller's promise.
             let w = unsafe { unpack.quad(lanes, row, quad, groups - 1) };
